@@ -1,43 +1,43 @@
-"""All-gather and expert products in one (AG-MoE): tiles start when their tokens have arrived.
+"""All-gather and expert products in one op (AG-MoE): tiles begin when their tokens have arrived.
 
     all_gather_grouped_matmul(x_shard [M / W, K], w [E, K, N / W], plan) -> [M top_k, N / W]
 
-For experts that are split by columns over the ranks: every rank multiplies the tokens of all ranks,
-each by its top_k experts. One int32 vector per rank, its plan (`make_plan`), says which. With
-P = M / W * top_k it contains:
+This op is for experts that are split by columns over the ranks. Every rank multiplies all ranks'
+tokens, each by the top_k experts that it was routed to. For each rank's tokens, one int32 vector
+describes the routing: its plan (`make_plan`). With P = M / W * top_k:
 
-    offsets [E + 1]    start of each expert among the pairs
+    offsets [E + 1]    the first place of each expert among the sorted pairs
     pairs   [P]        (token, choice) as token * top_k + choice, sorted by expert
-    weights [P]        of each pair, in the order of the pairs' numbers; float32, as its bits
+    weights [P]        for each pair, ordered by pair number; the bits of float32
 
-Row i of part r of the result is pair i of rank r's plan, so the parts are sorted by expert.
-grouped_matmul_reduce_scatter takes them, with the plans of all ranks.
+In part r of the result, row i is pair i in rank r's plan. The parts are thus sorted by expert, and
+grouped_matmul_reduce_scatter takes them, together with all ranks' plans.
 
-Protocol. Slot n mod 2 of each rank's buffers has W shards, their scales and their plans. There is
-one signal per rank. In call n the programs of `push_shard` copy this rank's data to row r of the
-other ranks' slots, in parts. Each program then counts itself off with the peer's counter in rank
-r's memory. This orders its stores before the next step of the last program, which resets the
-counter to 0 and sets signal r of the peer to n. The own shard is read in place.
+Protocol. Slot n mod 2 in each rank's buffers has W shards, their scales and their plans. There is
+one signal for each rank. In call n the programs of `push_shard` copy this rank's shard, in parts,
+to row r in the other ranks' slots. After each part, a program increments the peer's counter in the
+memory of rank r. The counter orders all earlier stores before the last program's next two stores:
+it sets the counter back to 0, and the peer's signal r to n. A rank's own shard is read in place.
 
-Order. `multiply_gathered_groups` is persistent. It takes the ranks `ahead_of` it in W stages, the
-own one first (all_gather_matmul.py: shards that are needed first are sent first). An expert's
-tokens come from all ranks, and few from each, so tiles with one rank's tokens would be mostly
-empty. Therefore an expert's rows are lined up in arrival order and cut into tiles there. Each stage
-multiplies the tiles that it completes, expert by expert; the last stage multiplies the rest. Every
-program derives this from the plans at the beginning of the stage. It loads and stores a tile's rows
-by their addresses.
+Order. `multiply_gathered_groups` is persistent and takes the ranks `ahead_of` it in W stages,
+itself first (all_gather_matmul.py: data is needed in the order in which it is sent). Each expert
+has tokens from all ranks, but few from each; tiles with only one rank's tokens would be mostly
+empty. So an expert's rows are lined up in order of arrival, and cut into tiles there. Each stage
+multiplies, expert by expert, the tiles that it has filled; the last stage also multiplies the
+partial tiles. Every program computes this from the plans at the start of each stage. A tile's rows
+are gathered and stored by their addresses.
 
     3 ranks, tiles of 4 rows; rows of experts a and b by rank: 3a 5b | 3a 1b | 1a 2b
     stage 0    bbbb                       left aaa b
     stage 1    aaaa                       left aa bb
     stage 2    aaa, bbbb
 
-On a GPU the copies run on their own stream, on a processor that the product leaves to them, as in
-all_gather_matmul.py. Slots are reused as in runtime/workspace.py: every rank waits for the signal
-of every other rank.
+On a GPU the copies run on a separate stream, on a processor that the product leaves to them, as in
+all_gather_matmul.py. Slots are not reused early, because every rank waits for a signal from every
+other rank (runtime/workspace.py).
 
-Plans are not trusted. If a rank's offsets decrease, are negative or exceed P, the rank has no
-tokens here. A pair out of range is read as pair 0. A status word reports both.
+Plans are not trusted. If a plan's offsets decrease, are negative or exceed P, its rank has no
+tokens here. A pair out of range is read as pair 0. Both are reported in a status word.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 CHUNK = 1 << 16
-"""Numbers of a shard that one program sends at a time."""
+"""How many numbers of a shard one program sends at a time."""
 
 
 def make_plan(expert_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """Create the plan of a rank's tokens on the device, without the host reading it.
+    """Make the plan for a rank's tokens on the device; the host does not read it.
 
     Args:
-        expert_ids: int [m, top_k]; nothing is computed for an id outside [0, experts).
+        expert_ids: int [m, top_k]; for an id outside [0, experts) nothing is computed.
         weights: [m, top_k].
         experts: E.
 
     Returns:
-        int32 [E + 1 + 2 * m * top_k]; see above.
+        int32 [E + 1 + 2 * m * top_k]; the module's docstring has the format.
     """
     ids, order = expert_ids.flatten().sort(stable=True)
     edges = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
@@ -100,16 +100,16 @@ def make_plan(expert_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
 
 
 def plan_length(experts: int, pairs: int) -> int:
-    """Return the length of a plan."""
+    """Compute how many int32 numbers a plan has."""
     return experts + 1 + 2 * pairs
 
 
 class Ranks(NamedTuple):
-    """The order in which kernels take the ranks: RANKS, a constant of theirs (peers.py).
+    """The order in which kernels take the ranks: their constant RANKS (peers.py).
 
     Attributes:
         world: W, number of ranks.
-        node: ranks per node.
+        node: number of ranks on a node.
         steps: a power of two, at least W.
     """
 
@@ -139,7 +139,7 @@ def push_shard(
     MESH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Send all of a rank's data to the other ranks, in parts. Grid: (programs,), persistent."""
+    """Send this rank's data to the other ranks, in parts. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     parts = 1 + tl.cdiv(numel, chunk)
     for item in range(tl.program_id(0), (WORLD - 1) * parts, tl.num_programs(0)):
@@ -162,13 +162,13 @@ def push_shard(
 
 @triton.jit
 def find_rows(
-    at,  # [BLOCK_M]; numbers of an expert's rows, in the order of the steps
+    at,  # [BLOCK_M]; indices of an expert's rows, in step order
     expert,
-    plans,  # pointers [STEPS] to the plans of the ranks at each step
-    usable,  # int32 [STEPS]; 1 for plans that have arrived and are right
+    plans,  # pointers [STEPS]; each step's plan
+    usable,  # int32 [STEPS]; 1 if the plan has arrived and is valid
     steps,  # [STEPS]; 0, 1 ..
 ):
-    """Return each row's step, its place in that step's plan, and the number of rows."""
+    """Find each row's step, its place in that step's plan, and the number of rows."""
     begin = tl.load(plans + expert, mask=usable > 0, other=0)
     size = tl.load(plans + expert + 1, mask=usable > 0, other=0) - begin
     end = tl.cumsum(size, 0)
@@ -181,19 +181,19 @@ def find_rows(
 
 @triton.jit
 def pick(values, index, GROUPS: tl.constexpr):
-    """Return values[index] for a block [GROUPS]."""
+    """Take values[index] from a block [GROUPS]."""
     return tl.sum(tl.where(tl.arange(0, GROUPS) == index, values, 0), 0)
 
 
 @triton.jit(do_not_specialize=["rank", "m", "pairs"])
 def multiply_gathered_groups(
     x,  # [m, K]; this rank's shard
-    plan,  # int32 [length]; this rank's
-    weights,  # three: [E, K, n], or [E, n, K] if FORM.transposed, or None
-    widths,  # n of each
+    plan,  # int32 [length]; this rank's plan
+    weights,  # three, each [E, K, n], or [E, n, K] if FORM.transposed, or None
+    widths,  # n for each weight
     # EpilogueOperands: x_scale float32 [m] or [1]; w_scale float32 [E, N], [E, 1] or [1];
     epilogue,  # bias [E, N]; residual [W * pairs, N']
-    scale_stride,  # distance in w_scale from one expert to the next
+    scale_stride,  # stride in w_scale from one expert to the next
     out,  # [W * pairs, N']
     peers,  # buffers [2, W, m, K]; signals int32 [W]
     scales,  # Slots: float32 [2, W, m]
@@ -209,13 +209,11 @@ def multiply_gathered_groups(
     dtype: tl.constexpr,
     RANKS: tl.constexpr,
     GROUPS: tl.constexpr,  # a power of two, at least E
-    SCALE_ROWS: tl.constexpr,  # each row of x has a scale of its own
-    ALIGNED: tl.constexpr,  # rows of x begin at multiples of 16 bytes
+    SCALE_ROWS: tl.constexpr,  # each row in x has its own scale
+    ALIGNED: tl.constexpr,  # rows in x begin at multiples of 16 bytes
     FORM: tl.constexpr,
 ):
-    """Compute tiles of the products, each after its tokens have arrived. Grid: (programs,),
-    persistent.
-    """
+    """Compute tiles, each after its tokens have arrived. Grid: (programs,), persistent."""
     WORLD: tl.constexpr = RANKS.world
     NODE: tl.constexpr = RANKS.node
     STEPS: tl.constexpr = RANKS.steps
@@ -233,9 +231,9 @@ def multiply_gathered_groups(
     shards = ahead_of(rank, steps, WORLD, NODE)
     by_step = tl.where(steps > 0, gathered_plans + shards * length, plan)
     usable = tl.zeros((STEPS,), tl.int32)
-    came = tl.zeros((GROUPS,), tl.int32)  # rows of each expert
-    done = tl.zeros((GROUPS,), tl.int32)  # rows of tiles of each expert
-    tile = tl.program_id(0)  # number in the stage
+    came = tl.zeros((GROUPS,), tl.int32)  # each expert's rows so far
+    done = tl.zeros((GROUPS,), tl.int32)  # each expert's tile rows so far
+    tile = tl.program_id(0)  # index in the stage
     for stage in range(WORLD):
         shard = ahead_of(rank, stage, WORLD, NODE)
         if stage > 0:
@@ -257,7 +255,7 @@ def multiply_gathered_groups(
             first = (pick(done, expert, GROUPS) + row) * BLOCK_M
             at = first + tl.arange(0, BLOCK_M)
             step, place, rows = find_rows(at, expert, by_step, usable, steps)
-            # Checked before, but late data may be overwriting it just now.
+            # The plan was checked, but a late peer may overwrite it at any time.
             inside = (at < rows) & (place >= 0) & (place < pairs)
             place = tl.where(inside, place, 0)
             source = ahead_of(rank, step, WORLD, NODE)
@@ -269,11 +267,11 @@ def multiply_gathered_groups(
             token = tl.where(bad, 0, pair) // top_k
             own = x + token.to(tl.int64) * K
             left = tl.where(step > 0, gathered + (source * m + token).to(tl.int64) * K, own)
-            if ALIGNED:  # Triton does not infer this for a choice of pointers
+            if ALIGNED:  # Triton loses this fact when pointers are selected
                 left = tl.multiple_of(left, 16)
             row_scale = epilogue.x_scale
             if epilogue.x_scale is not None:
-                # A scale for a whole shard differs between shards and covers all rows of one.
+                # A single scale for a whole shard applies to all its rows.
                 at_scale = token if SCALE_ROWS else token * 0
                 come = gathered_scales + source * m + at_scale
                 row_scale = tl.where(step > 0, come, epilogue.x_scale + at_scale)
@@ -296,11 +294,11 @@ def multiply_gathered_groups(
 
 
 class PlannedWorkspace(Workspace):
-    """A workspace of an op that follows plans, without trusting them.
+    """A workspace for an op with plans, which it does not trust.
 
     Attributes:
-        experts, top_k: of every call.
-        status: int32 [1]; 0, or 1 + the first rank whose plan was wrong.
+        experts, top_k: the same in every call.
+        status: int32 [1]; 0, or 1 + the first rank whose plan was found wrong.
         choice: chooses the options that callers leave open.
     """
 
@@ -310,23 +308,23 @@ class PlannedWorkspace(Workspace):
     choice: Choice
 
     def check(self) -> None:
-        """Check like a Workspace, and also raise if a plan was wrong since the last check."""
+        """Check as a Workspace does; raise, too, if a plan was wrong since the last check."""
         super().check()
         if found := int(self.status):
             self.status.zero_()
             raise KernelError(
                 f"{self.name}: the plan of rank {found - 1} has offsets that decrease, are "
-                "negative or pass its pairs, or a pair out of range"
+                "negative or exceed its pairs, or a pair out of range"
             )
 
 
 class GatherGroupsWorkspace(PlannedWorkspace):
-    """The workspace of all_gather_grouped_matmul.
+    """A workspace for all_gather_grouped_matmul.
 
     Attributes:
         scales: float32 [2, W * max_rows].
         plans: int32 [2, W * the longest plan].
-        sent: int32 [W]; number of programs that have finished with each peer.
+        sent: int32 [W]; for each peer, how many parts have been sent.
     """
 
     def __init__(
@@ -356,18 +354,18 @@ class GatherGroupsWorkspace(PlannedWorkspace):
 def all_gather_grouped_matmul_workspace(
     home: Home, max_rows: int, k: int, experts: int, top_k: int, dtype: torch.dtype
 ) -> GatherGroupsWorkspace:
-    """Create a workspace for shards of at most `max_rows` rows of `k` numbers. Collective.
+    """Make a workspace for shards with at most `max_rows` rows and `k` columns. Collective.
 
     Args:
-        home: this rank's.
+        home: this rank's home.
         max_rows: M / W.
         k: K.
         experts: E.
-        top_k: experts per token.
-        dtype: of x.
+        top_k: number of experts for each token.
+        dtype: dtype of x.
 
     Raises:
-        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
+        KernelError: on every rank, if any rank refuses an argument, or if the arguments differ.
     """
     return GatherGroupsWorkspace(home, max_rows, k, experts, top_k, dtype)
 
@@ -388,33 +386,34 @@ def all_gather_grouped_matmul(
     programs: int = 0,
     senders: int = 0,
 ) -> Tensor:
-    """Multiply the tokens of all ranks by this rank's columns of each token's experts. Collective.
+    """Multiply all ranks' tokens by this rank's columns of their experts. Collective.
 
     Args:
-        x_shard: [M / W, K], contiguous, the workspace's dtype; the same shape on all ranks.
-        w: [E, K, N / W], or up to three such weights with their columns side by side (gate and up);
+        x_shard: [M / W, K], contiguous, with the workspace's dtype; the same shape on all ranks.
+        w: [E, K, N / W], or up to three such weights, whose columns are concatenated (gate and up);
             contiguous, or the transposes (`mT`) of contiguous ones.
-        plan: int32 [E + 1 + 2 P], for this rank's tokens: `make_plan`.
+        plan: int32 [E + 1 + 2 P], for this rank's tokens: see `make_plan`.
         workspace: from `all_gather_grouped_matmul_workspace`.
-        epilogue: of the product; x_scale is for this rank's rows, w_scale and bias are per expert,
-            the residual is for the result's rows.
-        plans: int32 [W, E + 1 + 2 P], contiguous; receives the plans of all ranks. All ranks pass
-            it, or none.
-        topology: of the links between ranks: with `mesh` all shards are sent at once.
-        ranks_per_node: ranks with fast links; all if 0. Ranks of a node are consecutive.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
-            size, shape and dtype, or else the cost model's choice: tuning/search.py.
-        warps, stages: for compiling the product; if 0, chosen like blocks.
-        programs: of the product; all processors of the device but one if 0.
-        senders: programs that copy; if 0, chosen like blocks, or one for each part and peer.
+        epilogue: applied to the product. Its x_scale has this rank's rows, w_scale and bias have
+            one entry per expert, and the residual has the result's rows.
+        plans: int32 [W, E + 1 + 2 P], contiguous; receives all ranks' plans. It may be None on
+            any rank.
+        topology: links between ranks: with `mesh` all shards are sent at once.
+        ranks_per_node: number of consecutive ranks with fast links; all if 0.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned values for this device,
+            world size, shape and dtype; if there are none, the cost model's choice: tune.py.
+        warps, stages: compile options of the product; if 0, chosen like blocks.
+        programs: number of programs in the product; if 0, all processors of the device but one.
+        senders: number of copying programs; if 0, chosen like blocks, or one per part and peer.
 
     Returns:
-        [W * P, N / W], or [W * P, N / (2 W)] after silu_multiply; see Epilogue.dtype. Rows of pairs
-        without an expert are not written.
+        [W * P, N / W], or [W * P, N / (2 W)] after silu_multiply; see Epilogue.dtype. Rows for
+        pairs without an expert are not written.
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the operands' shapes or an option. `workspace.check` reports wrong plans.
+        KernelError: on one rank the operands do not fit together or do not fit the workspace; or
+            the ranks differ in the operands' shapes or in an option. Errors in a plan are raised
+            later, by `workspace.check`.
     """
     size, require, silu = workspace.world_size, workspace.require, epilogue.silu_multiply
     asked: dict[str, object] = {"topology": topology, "ranks_per_node": ranks_per_node}
@@ -448,7 +447,7 @@ def all_gather_grouped_matmul(
         available = max(1, workspace.processors - (size > 1))
         why = "copies to other ranks need a processor"
         workspace.require_programs(programs, available, why)
-        require("senders", senders, senders >= 0, "be positive, or 0 for one for each part")
+        require("senders", senders, senders >= 0, "be positive, or 0 for one per part")
         workspace.require_room("x_shard", size * m * k)
         require("x_shard's rows", m, size * m <= workspace.slot_rows, "fit the workspace")
         require_tensor(require, "plan", plan, [length], workspace.device, torch.int32)
@@ -523,7 +522,7 @@ def all_gather_grouped_matmul(
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
-    if plans is not None:  # a plan is a shard of one row
+    if plans is not None:  # a plan is a shard with one row
         collect_rows[(workspace.resident(size),)](
             x=plan,
             out=plans,

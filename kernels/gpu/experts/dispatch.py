@@ -1,44 +1,46 @@
-"""Dispatch of tokens to the ranks of their experts, and combination of the outputs: for decode.
+"""Dispatch of tokens to their experts' ranks, and return of the outputs: for decode.
 
     moe_dispatch(x [T, K], expert_ids int32 [T, k]) -> rows [R, K], offsets int32 [L + 1]
     moe_combine(y [R, K], weights float32 [T, k])   -> [T, K]
 
-A rank has T tokens (T may differ between ranks) and experts in L slots (placement.py).
-`rows[offsets[e] : offsets[e + 1]]` are the tokens for its slot e, in the order of (source rank,
-token, choice); later rows are undefined. The experts' outputs take the places of their tokens. A
-token's sum is added in float32 in the order of its choices and rounded once. Its bits do not depend
-on other tokens or on where the experts are.
+A rank has T tokens (T may differ between ranks) and L slots with experts (placement.py).
+`rows[offsets[e] : offsets[e + 1]]` are the tokens for its slot e, ordered by (source
+rank, token, choice); the rows after the last offset are undefined. The experts' outputs
+take the places of their tokens. A token's outputs are added in float32 in the order of
+its choices, and rounded once: the sum has the same bits whatever the other tokens are,
+and wherever the experts are.
 
-The host reads nothing about the routing: buffers are sized for the worst case, and no token is
-dropped. A token crosses once to each rank that it needs, even if it has several experts there.
-expert_tokens.py describes the buffers, the scales of fp8 tokens, and the steps after arrival.
-Outputs return in x's dtype.
+The host reads nothing about the routing: buffers have the worst-case size, and no token is
+dropped. A token crosses once to each rank with an expert for it, however many experts it
+has there. expert_tokens.py has the buffers, their scales for fp8 tokens, and the
+processing of received tokens. Outputs come back in x's dtype.
 
-Protocol, in call n. `dispatch`:
+Protocol for call n. `dispatch`:
 
-- send. Item (c, d) of rank r is chunk c of its tokens, for rank p = r + 1 + d. The choices on p go
-  to row [r, c] of p's `wanted`. The tokens with such a choice, and their scales, go to row [r, c]
-  of p's buffer. Then signal [c, r] of p is set to n. All chunks are sent; those beyond T contain
-  only -1, so that p knows where the tokens end.
-- count. The same program then waits for item (c, d) of rank r - 1 - d, sent by the program with its
-  number there, and counts it. A program sends all its items before it waits, so there is no cycle.
+- send. Item (c, d) on rank r handles chunk c of its tokens for rank p = r + 1 + d. It
+  stores the choices on p to row [r, c] of p's `wanted`. It stores each token with such a
+  choice, and its scales, to row [r, c] of p's buffer. Then it sets p's signal [c, r] to n.
+  All chunks are sent, and beyond T every choice is -1, so p knows where the tokens end.
+- count. The same program then waits for item (c, d) from rank r - 1 - d, sent there by the
+  program with the same number, and counts it. A program sends all its items before it
+  waits, so there is no cycle.
 - place, in a separate launch.
 
-`combine`, with the same n, which is stored with the result of dispatch:
+`combine`, with the same n, kept in the result of dispatch:
 
-- return. Program (c, d) of rank r stores the outputs for chunk c of rank p = r + 1 + d to p's
-  `returned`, [C, k, K] in slot n mod 2, then sets signal combined [c, r].
-- sum. For each of its own chunks a rank waits for all ranks, and adds.
+- return. Program (c, d) on rank r stores the outputs for chunk c of rank p = r + 1 + d
+  to p's `returned`, [C, k, K] in slot n mod 2. Then it sets p's signal combined [c, r].
+- sum. For each of its own chunks, a rank waits for all ranks and adds the outputs.
 
-Two slots are enough. A rank in dispatch n + 2 has seen signals that every other rank sent in
-dispatch n + 1, after its own dispatch n was over, reading included. The same signals protect
-combine: a rank that stores in combine n + 2 has seen the signals of dispatch n + 2, and before them
-combine n was over on every rank. This requires that at most one other dispatch comes between a
-dispatch and its combine; the host enforces it.
+Two slots are enough. A rank in dispatch n + 2 has seen all other ranks' signals for
+dispatch n + 1. They sent these after their own dispatch n, reading included. For combine,
+the same signals give the order: a rank that stores in combine n + 2 has seen all signals
+for dispatch n + 2, and combine n was over on every rank before these were sent. This
+requires at most one other dispatch between a dispatch and its combine; the host checks it.
 
-An unknown expert's id goes nowhere, adds nothing and is flagged in its token's `status`; -1 means
-no expert and is not flagged. Numbers stored by a peer are never trusted as an address: after a wait
-has timed out they may be anything.
+An id outside [0, E) is sent nowhere, adds nothing and is flagged in its token's `status`.
+The id -1 means no expert and is not flagged. Numbers that a peer stored never form an
+unchecked address: after a timeout they may be anything.
 """
 
 from __future__ import annotations
@@ -77,17 +79,17 @@ def send_chunk(
     x,  # [T, K]
     routing,  # Routing
     status,  # int32 [T]
-    to,  # [C, K]; this rank's part of the peer's slot
-    to_scales,  # float32 [C, ceil(K / COLUMNS)], or None; likewise
-    wanted,  # int32 [C, k]; likewise
-    index,  # number of the chunk
+    to,  # [C, K]; this rank's part in the peer's slot
+    to_scales,  # float32 [C, ceil(K / COLUMNS)], or None; in the same slot
+    wanted,  # int32 [C, k]; in the same slot
+    index,  # the chunk's index
     peer,
     rank,
     num_tokens,  # T
     K,
     FORM: tl.constexpr,
 ):
-    """Tell a peer which choices of a chunk are its own, and send it their tokens."""
+    """Store a chunk's choices on a peer, and the tokens with such a choice, in its memory."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -168,12 +170,12 @@ def return_tokens(
     rank,
     K,
     chunks,
-    combined,  # the first signal
+    combined,  # the first combine signal
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Store the outputs for one chunk of one rank's tokens on that rank. Grid: (chunks * W,)."""
+    """Store the outputs for one chunk on the rank with its tokens. Grid: (chunks * W,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -208,7 +210,7 @@ def sum_tokens(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Wait for all outputs of a chunk, and add some columns. Grid: (programs,), persistent."""
+    """Wait for all outputs for a chunk, and add some columns. Grid: (programs,), persistent."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     BLOCK: tl.constexpr = FORM.block
@@ -236,7 +238,7 @@ def sum_tokens(
 
 
 class LowLatencyWorkspace(ExpertWorkspace):
-    """The workspace of `moe_dispatch` and `moe_combine` on one rank; see `moe_workspace`."""
+    """A workspace for `moe_dispatch` and `moe_combine` on one rank; see `moe_workspace`."""
 
     def __init__(
         self,
@@ -264,7 +266,7 @@ class LowLatencyWorkspace(ExpertWorkspace):
             of_world=2,
             tuned="moe_dispatch",
         )
-        self.combined = self.chunks * self.world_size  # the first signal of combine
+        self.combined = self.chunks * self.world_size  # the first combine signal
         self.returned = home.empty("moe.returned", (SLOTS, self.capacity, top_k, width), dtype)
 
 
@@ -279,25 +281,23 @@ def moe_workspace(
     chunk: int = 0,
     wire: torch.dtype | None = None,
 ) -> LowLatencyWorkspace:
-    """Create a workspace for `moe_dispatch` and `moe_combine`. Collective; arguments as for
-    ExpertWorkspace.
-    """
+    """Make a workspace for `moe_dispatch` and `moe_combine`. Collective; see ExpertWorkspace."""
     return LowLatencyWorkspace(home, max_tokens, width, top_k, dtype, placement, chunk, wire)
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatched(Arrived):
-    """The result of moe_dispatch, which moe_combine needs.
+    """The received tokens, and everything moe_combine needs to return their outputs.
 
     Attributes:
-        expert_ids: int32 [T, k]; as given. Do not change them before the combine.
+        expert_ids: int32 [T, k]; as given; do not change them before the combine.
     """
 
     expert_ids: Tensor
 
 
 def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) -> Dispatched:
-    """Send each token to the ranks of its experts. Collective; ranks may differ in T.
+    """Send each token to the ranks with its experts. Collective; ranks may differ in T.
 
     DeepEP's low-latency kernels (DeepSeek-AI 2025) do the same over RDMA.
 
@@ -307,9 +307,9 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) 
         workspace: made for at least T tokens.
 
     Raises:
-        KernelError: an argument does not fit. In a workspace's first call every rank raises it.
-            Later only ranks that refuse their own arguments do, because a correct call exchanges
-            nothing; the other ranks' waits time out.
+        KernelError: an argument does not fit. In a workspace's first call, every rank raises. In
+            later calls only the refusing ranks raise, because valid calls exchange nothing; the
+            other ranks' waits time out.
     """
     with workspace.agreed("moe_dispatch", {}):
         workspace.require_tokens(partial(require, "moe_dispatch"), x, expert_ids)
@@ -344,17 +344,18 @@ def moe_combine(
     """Return the experts' outputs to the tokens' ranks, and add them up. Collective.
 
     Args:
-        y: [R, K], contiguous, x's dtype; each output in the place of its token in `sent.rows`.
-        weights: float32 [T, k], contiguous; the router's.
-        sent: the result of moe_dispatch, at most one call ago.
-        workspace: the one it was dispatched with.
+        y: [R, K], contiguous, with x's dtype; each output in the row where its token was in
+            `sent.rows`.
+        weights: float32 [T, k], contiguous; from the router.
+        sent: the result of moe_dispatch, at most one dispatch old.
+        workspace: the same as for the dispatch.
 
     Returns:
-        [T, K]; a token's outputs times their weights, added in the order of its choices. Unknown
-        experts add nothing.
+        [T, K]; each token's outputs times their weights, added in the order of its choices.
+        Choices outside [0, E) add nothing.
 
     Raises:
-        KernelError: an argument does not fit; raised on the same ranks as in moe_dispatch.
+        KernelError: an argument does not fit; on the same ranks as in moe_dispatch.
     """
     with workspace.agreed("moe_combine", {}):
         check = partial(require, "moe_combine")

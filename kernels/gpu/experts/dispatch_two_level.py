@@ -1,75 +1,77 @@
-"""Dispatch of tokens to the ranks of their experts, and combination: for prefill and several nodes.
+"""Dispatch of tokens to experts, and return of summed outputs: for prefill, over several nodes.
 
     moe_dispatch_two_level(x [T, K], expert_ids int32 [T, k], weights float32 [T, k])
                                           -> rows [R, K], offsets int32 [L + 1]
     moe_combine_two_level(y [R, K])       -> [T, K]
 
-Like dispatch.py, with the same rows, slots, `status` and wire, but for bandwidth. A token crosses
-once to each node that has one of its experts. There it is passed on once to each rank that has one.
-On the way back, each rank weighs and adds its outputs for a token, each node adds its ranks' sums,
-and one sum per node crosses. So the router's weights travel with the tokens. With one node, a token
-goes once to each rank and one sum returns from each, as in DeepEP's kernels (DeepSeek-AI 2025) for
-training and prefill.
+These ops do the same as moe_dispatch (dispatch.py), with the same rows, slots, `status` and
+wire, but they save bandwidth. A token crosses once to each node with an expert for it. On
+that node it is passed on once to each rank with such an expert. On the way back, each rank
+weighs and adds its outputs for a token. Each node adds its ranks' sums, and the result
+crosses once. The router's weights therefore travel with the tokens. With one node, a token
+goes once to each rank with an expert for it, and each such rank returns one sum, as in
+DeepEP's kernels (DeepSeek-AI 2025) for training and prefill.
 
-A token's sum has the same bits whatever the other tokens are. It is added in float32: on a rank in
-the order of its choices, then in the order of a node's ranks, then of the nodes. Numbers are
-rounded to x's dtype before they travel, so two roundings precede the last one. The order of
-additions depends on where the experts are.
+A token's sum has the same bits whatever the other tokens are. It is added in float32: first
+on each rank in the order of the token's choices, then over a node's ranks in order, then
+over the nodes in order. Numbers are rounded to x's dtype when they are sent, so two roundings
+precede the last one. The placement decides which numbers are added first.
 
-Rank (a, l) is the l-th of node a, with NODE ranks. Tokens cross from (a, l) to (b, l), and a
-chunk's
-tokens are packed: the i-th token of a chunk that goes there is row i of the chunk. Own tokens take
-the same way, through the own memory. (b, l) has, in slot n mod 2 (expert_tokens.py describes
-`buffer`, `wanted` and their use):
+Rank (a, l) is rank l on node a, which has NODE ranks. Crossing data goes from (a, l) to
+(b, l). The tokens in a chunk are packed: the chunk's i-th token for that node is in its row
+i. A rank's own tokens take the same path through its own memory. Rank (b, l) has these
+tensors for slot n mod 2 (for `buffer` and `wanted` see expert_tokens.py):
 
     crossed [NODES, C, K]         packed; from (a, l), with scales if it is fp8
-    names int32 [NODES, C, 2, k]  for each token: the slot on this node of each choice, or -1;
+    names int32 [NODES, C, 2, k]  for each token: each choice's slot on this node, or -1;
                                   and the bits of its weight
     shares float32 [W, C, k]      the weights, beside `wanted`
-    returned [W, C, K]            row [(a, m), t]: sum from (b, m) for token t of (a, l)
-    homecoming [NODES, C, K]      packed; sum from node a for own tokens
+    returned [W, C, K]            row [(a, m), t]: the sum on (b, m) for token t of (a, l)
+    homecoming [NODES, C, K]      packed; the sum on node a for own tokens
 
-Protocol, in call n. `dispatch`:
+Protocol for call n. `dispatch`:
 
-- cross. Program (c, d) of (a, l) stores names and tokens of chunk c for node b = a + 1 + d to
-  (b, l), and sets its signal crossed [c, a]. All chunks are sent, as in moe_dispatch. `packed`
-  [NODES, C] notes where each token went.
-- pass on. Item (c, d, e) of (b, l) waits for chunk c of (a, l), a = b - d, and stores it to (b, m),
-  m = l + 1 + e. Choices on (b, m) and their weights go to rows [(a, l), c] of `wanted` and
-  `shares`, the tokens with such a choice to `buffer`. Then it sets signal passed [c, (a, l)].
-  `kept` [NODES, NODE, C] notes which token went to which rank.
-- count. The same program then waits for item (c, d, e) of (b, l - 1 - e), from the program with its
-  number there, and counts it. Programs pass on all their items first. For these they wait only for
-  `cross`, which waits for nobody. So there is no cycle.
+- cross. Program (c, d) on (a, l) stores names and tokens from chunk c for node b = a + 1 + d
+  to (b, l), and sets that rank's signal crossed [c, a]. All chunks are sent, as in
+  moe_dispatch. It notes each token's row on that node in `packed` [NODES, C].
+- pass on. Item (c, d, e) on (b, l) waits for chunk c from (a, l), a = b - d. It passes the
+  chunk on to (b, m), m = l + 1 + e: choices on (b, m) and weights to rows [(a, l), c] of
+  `wanted` and `shares`, tokens with such a choice to `buffer`. Then it sets (b, m)'s signal
+  passed [c, (a, l)]. It notes which token went to which rank in `kept` [NODES, NODE, C].
+- count. The same program then waits for item (c, d, e) from (b, l - 1 - e), sent there by
+  the program with the same number, and counts it. A program passes on all its items before
+  it waits to count. Passing on waits only for `cross`, which waits for nothing. So there is
+  no cycle.
 - place, in a separate launch.
 
 `combine`, with the same n:
 
-- return. Program (c, d, e) of (b, m) adds its outputs for chunk c of (a, l) into row [(a, m), c] of
-  (b, l)'s `returned`, and sets signal returned [c, (a, m)].
-- cross back. Item (c, d) of (b, l) waits for its node's sums for chunk c of (a, l) on another node.
-  It adds them, stores the sum to (a, l)'s `homecoming`, and sets signal home [c, b]. Each of these
-  three launches waits only for the one before it.
-- sum. Each own chunk waits for the ranks of the own node and for the other nodes that its tokens
-  went to, and is added.
+- return. Program (c, d, e) on (b, m) adds its outputs for chunk c of (a, l). It stores the
+  sums to row [(a, m), c] of (b, l)'s `returned`, and sets signal returned [c, (a, m)].
+- cross back. Item (c, d) on (b, l) waits for its node's sums for chunk c of (a, l), on another
+  node. It adds them, stores the result to (a, l)'s `homecoming`, and sets signal home [c, b].
+  Each of the three launches waits only for the one before it.
+- sum. Each own chunk waits for the own node's ranks and for the other nodes with its tokens.
+  Then their sums are added.
 
-For a rank without an address here (beyond NVLink), `cross` and `cross back` store to the own `sent`
-[NODES, C, K] and put it from there (nvshmem.py): names, and if there are tokens also rows and
-scales. Each put is followed by its own signal of that rank's `across` [4, chunks, NODES], because
-puts do not order each other. `sent` has one slot, so a `quiet` precedes each launch that stores
-to it.
+Some ranks have no address here (they are beyond NVLink). For these, `cross` and `cross back`
+store to the own `sent` [NODES, C, K] and put the data from there (nvshmem.py). They put the
+names and, if there are tokens, their rows and scales. Puts are not ordered among each other,
+so each has its own signal in the receiver's `across` [4, chunks, NODES]. `sent` has one slot:
+a `quiet` runs before each launch that stores to it.
 
-Two slots are enough. (a, l) in dispatch n + 2 has waited in its dispatch n + 1 for names from (b,
-l), for all b, and for tokens passed on by (a, m), for all m. They sent these after their dispatch n
-was over. So `crossed` and `names` of (b, l), and `buffer`, `wanted` and `shares` of (a, m), are
-free. A rank that stores in combine n + 2 has waited for the same data of dispatch n + 2. Before it,
-combine n was over on all ranks that it stores to. This requires that at most one other dispatch
-comes between a dispatch and its combine; the host enforces it.
+Two slots are enough. In its dispatch n + 1, (a, l) has waited for names from (b, l), for all
+b, and for the chunks passed on by (a, m), for all m. Those ranks sent them after their
+dispatch n was over. In dispatch n + 2, therefore, `crossed` and `names` on (b, l) are free, and
+so are `buffer`, `wanted` and `shares` on (a, m). A rank that stores in combine n + 2 has waited
+for the same signals in dispatch n + 2. Before these, combine n was over on all ranks that it
+stores to. This requires at most one other dispatch between a dispatch and its combine; the
+host checks it.
 
-Bad ids, and numbers that are never trusted: as in dispatch.py.
+Bad ids and untrusted numbers: as in dispatch.py.
 
-Not handled: a grid of ranks in which (a, l) and (b, l) are not connected; tokens of one rank that
-reach a node through several of its ranks; a `sent` smaller than all chunks.
+Not handled: rank grids where (a, l) and (b, l) are not connected; a token sent to one node
+through several ranks; `sent` smaller than all chunks together.
 """
 
 from __future__ import annotations
@@ -106,17 +108,17 @@ from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 CHUNK = 16
-"""Tokens per signal."""
+"""Number of tokens with a shared signal."""
 
 WARPS = 8
-"""For kernels with one program on a processor, which keeps much data in flight."""
+"""Warps in kernels with one program per processor, to keep many transfers in flight."""
 
 NAMES, ROWS, SCALES, HOME = (tl.constexpr(kind) for kind in range(4))
-"""The signals that follow puts of names, rows and scales, and of sums."""
+"""Kinds of signals, each after one kind of put: names, rows, scales and sums."""
 
 
 class Sent(NamedTuple):
-    """The source of `cross_nodes`' puts: symmetric memory of this rank (peers.py).
+    """The source for puts in `cross_nodes`: this rank's symmetric memory (peers.py).
 
     Attributes:
         rows: [NODES, C, K].
@@ -131,13 +133,13 @@ class Sent(NamedTuple):
 
 @triton.jit
 def put_rows(
-    to,  # [*, ...]; the destination, as this rank's own address
-    source,  # [*, ...]; this rank's
-    row,  # the first row
+    to,  # [*, ...]; this rank's copy of the target
+    source,  # [*, ...]; on this rank
+    row,  # first row
     count,  # number of rows
     width,  # bytes in a row
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
-    signal,  # number of the signal there
+    signal,  # index in `across`
     call,
     rank,
     peer,
@@ -169,8 +171,8 @@ def cross_nodes(
     chunks,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    NODE: tl.constexpr,  # ranks per node
-    FAR: tl.constexpr,  # some ranks have no address
+    NODE: tl.constexpr,  # number of ranks on a node
+    FAR: tl.constexpr,  # some ranks have no address here
     FORM: tl.constexpr,
 ):
     """Send one chunk to one node, the next node first. Grid: (chunks * NODES,)."""
@@ -202,7 +204,7 @@ def cross_nodes(
     if peer == rank:
         flag_tokens(status, ids, tokens, num_tokens, routing.num_experts)
 
-    row = (call % 2) * (nodes * capacity) + own * capacity  # of the peer's
+    row = (call % 2) * (nodes * capacity) + own * capacity  # in the peer's slot
     address = tl.load(names + peer)
     to_names = peer_pointer(names, peer, tl.int32) + row * (2 * TOP_K)
     to = peer_pointer(crossed, peer, dtype) + row * K
@@ -249,7 +251,7 @@ def cross_nodes(
 
 @triton.jit(do_not_specialize=["rank"])
 def pass_on(
-    kept,  # int32 [NODES, NODE, C]; 1 for tokens that went to a rank of this node
+    kept,  # int32 [NODES, NODE, C]; 1 for tokens passed on to a rank on this node
     tokens_of,  # int32 [W, chunks, L]
     crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     crossed_scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
@@ -263,16 +265,14 @@ def pass_on(
     K,
     num_slots,  # L
     chunks,
-    passed,  # the first signal to set
+    passed,  # the first signal that this kernel sets
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Pass chunks on in this node; then wait for the other ranks' chunks and count. Grid:
-    (programs,).
-    """
+    """Pass chunks on within this node; then wait for the others' and count. Grid: (programs,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -283,7 +283,7 @@ def pass_on(
     capacity = chunks * TOKENS
     kinds = chunks * nodes
     groups = tl.cdiv(K, COLUMNS)
-    slot = (call % 2) * (WORLD * capacity)  # rows before this call's
+    slot = (call % 2) * (WORLD * capacity)  # rows before this call's slot
     for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
         node = (own + nodes - item % WORLD // NODE) % nodes
         local = (mine + 1 + item % NODE) % NODE
@@ -345,16 +345,16 @@ def return_sums(
     rank,
     K,
     chunks,
-    first,  # the first signal
+    first,  # the first signal that this kernel sets
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Weigh and add this rank's outputs for one chunk, and store the sum to the rank that passed it
-    on.
+    """Weigh and add this rank's outputs for one chunk, and store them to its forwarding rank.
 
-    Grid: (chunks * W,). Other nodes come first, because their data has further to go.
+    The forwarding rank is the one that passed the chunk on. Grid: (chunks * W,). Other nodes come
+    first, because their sums have further to go.
     """
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
@@ -388,8 +388,8 @@ def return_sums(
 
 @triton.jit
 def add_kept(
-    parts,  # [NODE, C, K]; sums from the ranks of this node
-    kept,  # int32 [NODE, C]; their tokens
+    parts,  # [NODE, C, K]; from the ranks on this node
+    kept,  # int32 [NODE, C]; 1 for tokens that a rank has
     tokens,  # int32 [TOKENS]
     at,  # int32 [1, BLOCK]
     K,
@@ -398,7 +398,7 @@ def add_kept(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add some columns of the ranks' sums for tokens, in the order of the ranks: float32."""
+    """Add some columns of the ranks' sums for tokens, in rank order: float32."""
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for local in range(NODE):
         row = local * capacity + tokens
@@ -412,21 +412,21 @@ def cross_back(
     kept,  # int32 [NODES, NODE, C]
     returned,  # int64 [W]; addresses of [2, W, C, K]
     homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
-    sent,  # [NODES, C, K]; symmetric, this rank's; source of the puts
+    sent,  # [NODES, C, K]; symmetric, on this rank; the source for puts
     peers,  # signals int32 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     K,
     chunks,
-    first,  # the first signal to wait for
-    home,  # the first signal to set
+    first,  # the first signal that this kernel waits for
+    home,  # the first signal that this kernel sets
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Add this node's sums for chunks of other nodes, and send them. Grid: (programs,)."""
+    """Add this node's sums for other nodes' chunks, and send them. Grid: (programs,)."""
     TOKENS: tl.constexpr = FORM.tokens
     BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
@@ -435,7 +435,7 @@ def cross_back(
     own, mine = rank // NODE, rank % NODE
     capacity = chunks * TOKENS
     size: tl.constexpr = dtype.primitive_bitwidth // 8
-    row = (call % 2) * (nodes * capacity) + own * capacity  # of the rank's whose it is
+    row = (call % 2) * (nodes * capacity) + own * capacity  # on the tokens' rank
     for item in range(tl.program_id(0), chunks * others, tl.num_programs(0)):
         node = (own + 1 + item % others) % nodes
         index = item // others
@@ -486,15 +486,15 @@ def sum_nodes(
     num_tokens,  # T
     K,
     chunks,
-    first,  # the first signal of this node's ranks
-    home,  # the first signal of other nodes
+    first,  # the first signal from this node's ranks
+    home,  # the first signal from other nodes
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
     NODE: tl.constexpr,
     FAR: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Wait for all sums of a chunk, and add some columns. Grid: (programs,), persistent."""
+    """Wait for all sums for a chunk, and add some columns. Grid: (programs,), persistent."""
     TOKENS: tl.constexpr = FORM.tokens
     BLOCK: tl.constexpr = FORM.block
     nodes: tl.constexpr = WORLD // NODE
@@ -532,8 +532,9 @@ def sum_nodes(
 
 
 class TwoLevelExpertWorkspace(ExpertWorkspace):
-    """The workspace of `moe_dispatch_two_level` and `moe_combine_two_level`; see
-    `moe_two_level_workspace`.
+    """A workspace for `moe_dispatch_two_level` and `moe_combine_two_level`.
+
+    See `moe_two_level_workspace`.
     """
 
     def __init__(
@@ -567,7 +568,7 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         )
         nodes, chunks, capacity = size // node, self.chunks, self.capacity
         self.ranks_per_node, self.nodes = node, nodes
-        self.passed = chunks * nodes  # the first signal of each kind; crossed starts at 0
+        self.passed = chunks * nodes  # each kind's first signal; `crossed` begins at 0
         self.back = self.passed + chunks * size
         self.home = self.back + chunks * size
         self.extern_libs = nvshmem.link_options() if self.far else None
@@ -592,7 +593,7 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         self.across = home.zeros(f"{name}.across", (4, chunks, staged[0]), torch.int64)
 
     def quiet(self) -> None:
-        """Let the next launch overwrite the sources of earlier puts."""
+        """Wait for all puts, so that the next launch may store to their sources."""
         if self.far:
             nvshmem.quiet[(1,)](num_warps=1, extern_libs=self.extern_libs)
 
@@ -609,12 +610,12 @@ def moe_two_level_workspace(
     chunk: int = CHUNK,
     wire: torch.dtype | None = None,
 ) -> TwoLevelExpertWorkspace:
-    """Create a workspace for `moe_dispatch_two_level` and `moe_combine_two_level`. Collective.
+    """Make a workspace for `moe_dispatch_two_level` and `moe_combine_two_level`. Collective.
 
     Args:
-        ranks_per_node: ranks that have addresses of each other; all if None.
+        ranks_per_node: number of consecutive ranks with addresses for each other; all if None.
 
-    For the other arguments and the errors see ExpertWorkspace.
+    Other arguments and errors: see ExpertWorkspace.
     """
     return TwoLevelExpertWorkspace(
         home, max_tokens, width, top_k, dtype, placement, ranks_per_node, chunk, wire
@@ -623,12 +624,12 @@ def moe_two_level_workspace(
 
 @dataclass(frozen=True, slots=True)
 class DispatchedTwoLevel(Arrived):
-    """The result of moe_dispatch_two_level, which moe_combine_two_level needs.
+    """The received tokens, and everything moe_combine_two_level needs to return their sums.
 
     Attributes:
-        row_weights: float32 [R]; the router's weight of each row.
-        packed: int32 [NODES, C]; the row of this rank's tokens on each node, or -1.
-        kept: int32 [NODES, NODE, C]; the ranks of this node to which a token was passed on.
+        row_weights: float32 [R]; the router's weight for each row.
+        packed: int32 [NODES, C]; the row of each own token on each node, or -1.
+        kept: int32 [NODES, NODE, C]; 1 where a token was passed on to a rank on this node.
     """
 
     row_weights: Tensor
@@ -644,11 +645,11 @@ def moe_dispatch_two_level(
     Args:
         x: [T, K], contiguous; ranks may differ in T.
         expert_ids: int32 [T, k], contiguous; -1 for no expert.
-        weights: float32 [T, k], contiguous; the router's.
+        weights: float32 [T, k], contiguous; from the router.
         workspace: made for at least T tokens.
 
     Raises:
-        KernelError: an argument does not fit; raised on the same ranks as in moe_dispatch.
+        KernelError: an argument does not fit; on the same ranks as in moe_dispatch.
     """
     op = "moe_dispatch_two_level"
     with workspace.agreed(op, {}):
@@ -729,15 +730,17 @@ def moe_combine_two_level(
     """Return the experts' outputs, weighed and added on the way. Collective.
 
     Args:
-        y: [R, K], contiguous, x's dtype; each output in the place of its token in `sent.rows`.
-        sent: the result of moe_dispatch_two_level, at most one call ago.
-        workspace: the one it was dispatched with.
+        y: [R, K], contiguous, with x's dtype; each output in the row where its token was in
+            `sent.rows`.
+        sent: the result of moe_dispatch_two_level, at most one dispatch old.
+        workspace: the same as for the dispatch.
 
     Returns:
-        [T, K]; the sums of a token's outputs times their weights. Unknown experts add nothing.
+        [T, K]; for each token, the sum of its outputs times their weights. Choices outside [0, E)
+        add nothing.
 
     Raises:
-        KernelError: an argument does not fit; raised on the same ranks as in moe_dispatch.
+        KernelError: an argument does not fit; on the same ranks as in moe_dispatch.
     """
     op = "moe_combine_two_level"
     with workspace.agreed(op, {}):

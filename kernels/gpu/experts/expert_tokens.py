@@ -1,19 +1,21 @@
-"""The common part of dispatch.py and dispatch_two_level.py: a chunk of tokens, and its way to its
-rows.
+"""Shared parts of moe_dispatch and moe_dispatch_two_level: chunks of tokens, and their rows.
 
-For call n a rank has a slot n mod 2 [W, C, K] of a buffer. Row [r, t] is for token t of rank r.
-Beside it is `wanted` int32 [W, C, k]. For each choice of the token it holds the expert slot on this
-rank, or -1 if the choice is elsewhere. C is `max_tokens` rounded up to chunks. The next steps are
-the same for both ops:
+For call n, a rank uses slot n mod 2 [W, C, K] of its buffer; row [r, t] is for token t from
+rank r. Beside the buffer is `wanted` int32 [W, C, k]: for each choice of the token its slot
+on this rank, or -1 if the expert is elsewhere. C is `max_tokens` rounded up to chunks. The
+dispatch op writes both and orders them with its signals; its file has this protocol, and
+explains why slots are not reused early. All later steps are the same for both ops:
 
-- `count_chunk` stores the number of a chunk's tokens for each slot.
-- `place_tokens`, in a separate launch. A token's place is the number of tokens for lower slots,
-  plus those for its own slot in earlier chunks and earlier in its chunk. Each program adds up the
-  first two from the counts. It copies the token there and notes the place in `positions` [W, C, k].
+- `count_chunk` stores how many tokens in a chunk each slot gets.
+- `place_tokens`, in a separate launch, computes each token's row. The row number is the sum
+  of three counts: all tokens for earlier slots, tokens for its slot in earlier chunks, and
+  earlier tokens for its slot in its chunk. Each program adds up the first two from the
+  stored counts. The token is copied to its row, and the row is noted in `positions`
+  [W, C, k].
 
-Tokens may travel as fp8 (`wire`), with a float32 scale for each 128 columns, as `quantize` in
-rowwise/activation.py makes them. Scales travel beside the rows, in `scales` [W, C, ceil(K / 128)],
-under the same signals.
+Tokens may be sent in fp8 (`wire`). Each 128 columns then have a float32 scale, as `quantize`
+in activation.py makes them. Scales travel beside the rows, in `scales` [W, C, ceil(K / 128)],
+and the same signals announce them.
 """
 
 from __future__ import annotations
@@ -40,27 +42,27 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 TILE = 4096
-"""Numbers that a program moves at a time."""
+"""Block size, in numbers, that a program moves at a time."""
 
 MAX_TOP_K = 32
 
 EXPERTS, BLOCKS = tl.constexpr(16), tl.constexpr(16)
-"""Slots that are counted at a time, and chunks whose counts are added at a time."""
+"""Number of slots counted at a time, and of chunks added up at a time."""
 
 COLUMNS, GROUPS = tl.constexpr(GROUP), tl.constexpr(64)
-"""Columns that share a scale; scales of a token that are moved at a time."""
+"""Columns with a shared scale; scales in a token moved at a time."""
 
 
 class Routing(NamedTuple):
-    """The slots that a rank's tokens go to: one argument of a kernel (peers.py).
+    """The slots for a rank's tokens: one kernel argument (peers.py).
 
     Attributes:
         expert_ids: int32 [T, k].
         replicas: int32 [E, width]; the slots of each expert.
-        counts: int32 [E]; number of slots of each expert.
+        counts: int32 [E]; number of slots for each expert.
         num_experts: E.
-        width: columns of replicas.
-        num_slots: L, slots per rank.
+        width: number of columns in replicas.
+        num_slots: L, number of slots on a rank.
     """
 
     expert_ids: Tensor
@@ -72,13 +74,13 @@ class Routing(NamedTuple):
 
 
 class ChunkForm(NamedTuple):
-    """The constants of kernels that move chunks of tokens: FORM, one argument (peers.py).
+    """Constants for kernels that move chunks of tokens: FORM, one argument (peers.py).
 
     Attributes:
-        tokens: tokens in a chunk.
-        top_k: k, choices of a token.
+        tokens: number of tokens in a chunk.
+        top_k: k, number of choices for a token.
         choices: k rounded up to a power of two.
-        block: columns that are moved at a time.
+        block: number of columns moved at a time.
     """
 
     tokens: int
@@ -89,8 +91,7 @@ class ChunkForm(NamedTuple):
 
 @triton.jit
 def chunk_entries(index, TOKENS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr):
-    """Return a chunk's tokens [TOKENS], their choices' places in [C, k], and a mask of real
-    choices.
+    """Compute a chunk's tokens [TOKENS], their choices' places in [C, k], and a mask for choices.
 
     CHOICES is k rounded up to a power of 2.
     """
@@ -107,7 +108,7 @@ def choose_slots(
     routing,  # Routing
     rank,  # the tokens' rank
 ):
-    """Return each choice's slot, counted over all ranks; -1 for an unknown expert."""
+    """Choose a slot, among those on all ranks, for each choice; -1 if the id is no expert."""
     known = (ids >= 0) & (ids < routing.num_experts)
     count = tl.load(routing.counts + ids, mask=known, other=1)
     turn = (rank + tokens[:, None]) % count
@@ -122,14 +123,14 @@ def flag_tokens(
     num_tokens,  # T
     num_experts,
 ):
-    """Flag tokens that have an unknown expert other than -1."""
+    """Flag the tokens with an id below -1 or not below num_experts."""
     refused = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
     tl.store(status + tokens, tl.max(refused, axis=1), mask=tokens < num_tokens)
 
 
 @triton.jit
 def pick(table, column, COLUMNS: tl.constexpr):
-    """Return one column of int32 [n, COLUMNS]: [n]."""
+    """Take one column from int32 [n, COLUMNS]: [n]."""
     return tl.sum(tl.where(tl.arange(0, COLUMNS)[None, :] == column, table, 0), axis=1)
 
 
@@ -143,7 +144,7 @@ def copy_rows(
     K,
     BLOCK: tl.constexpr,
 ):
-    """Copy rows of x to other rows of `to`."""
+    """Copy some rows from x to rows of `to`."""
     to += to_rows.to(tl.int64)[:, None] * K
     x += rows.to(tl.int64)[:, None] * K
     for start in range(0, K, BLOCK):
@@ -164,7 +165,7 @@ def send_rows(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy rows; in fp8 if there are scales. COLUMNS must then divide BLOCK."""
+    """Copy some rows from x to `to`; in fp8 if there are scales: then COLUMNS must divide BLOCK."""
     if to_scales is None:
         copy_rows(to, to_rows, x, rows, copied, K, BLOCK)
     else:
@@ -187,16 +188,16 @@ def send_rows(
 @triton.jit
 def count_chunk(
     tokens_of,  # int32 [W, chunks, L]
-    wanted,  # int32 [C, k]; the source's part
+    wanted,  # int32 [C, k]; from the source
     source,
-    index,  # number of the chunk
+    index,  # the chunk's index
     num_slots,  # L
     chunks,
     TOKENS: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
 ):
-    """Store the number of an arrived chunk's tokens for each slot of this rank."""
+    """Store how many tokens in a received chunk each slot on this rank gets."""
     _, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
     slots = tl.reshape(tl.load(wanted + entries, mask=asked, other=-1), (TOKENS * CHOICES,))
     for first in range(0, num_slots, EXPERTS):
@@ -213,7 +214,7 @@ def place_tokens(
     row_weights,  # float32 [R], or None
     offsets,  # int32 [L + 1]
     positions,  # int32 [W, C, k]
-    number,  # int32 [1]; receives the call's number
+    number,  # int32 [1]; is set to the call's number
     peers,  # buffers [2, W, C, K]
     tokens_of,  # int32 [W, chunks, L]
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
@@ -228,7 +229,7 @@ def place_tokens(
     WORLD: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Copy one chunk of one rank to its places among all tokens. Grid: (W * chunks,)."""
+    """Copy one chunk from one rank to its final rows. Grid: (W * chunks,)."""
     TOKENS: tl.constexpr = FORM.tokens
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
@@ -281,30 +282,30 @@ def place_tokens(
 
 
 class ExpertWorkspace(Workspace):
-    """The workspace of ops that send tokens to experts, on one rank. All ranks create it together.
+    """A workspace for ops that send tokens to experts, on one rank. All ranks make it together.
 
     Args:
-        home: this rank's.
-        name: the workspace's name, for messages.
-        ops: names of the ops that take it.
-        max_tokens: maximum number of a rank's tokens in a call.
-        width: K, numbers in a token.
-        top_k: k, experts per token.
-        dtype: of tokens and outputs.
-        placement: of the experts.
-        chunk: tokens per signal; if 0, the tuned number for `tuned`.
-        wire: dtype in which tokens travel and arrive: `dtype`, or float8_e4m3fn.
-        node: ranks per node.
-        of_world, of_node: signals per chunk for each rank, and for each node.
-        tuned: the op whose tuned chunk is used, or else the cost model's choice for it.
+        home: this rank's home.
+        name: the workspace's name in messages.
+        ops: names of the ops that accept it.
+        max_tokens: maximum number of tokens on a rank in a call.
+        width: K, number of columns in a token.
+        top_k: k, number of experts for a token.
+        dtype: dtype of tokens and outputs.
+        placement: the experts' placement.
+        chunk: number of tokens with a shared signal; if 0, the tuned value for `tuned`.
+        wire: dtype in which tokens are sent, and of their rows: `dtype` or float8_e4m3fn.
+        node: number of ranks on a node.
+        of_world, of_node: number of signals that a chunk has for each rank, and for each node.
+        tuned: the op whose tuned chunk is used; if there is none, the cost model's choice for it.
 
     Attributes:
-        placement: the present one; `move` changes it.
-        max_rows: R, the maximum number of rows from dispatch.
+        placement: the current placement; `move` changes it.
+        max_rows: R, the maximum number of rows from a dispatch.
 
     Raises:
-        KernelError: on every rank, if one rank refuses an argument, the ranks differ, or a rank has
-            no address of a rank on its node.
+        KernelError: on every rank, if any rank refuses an argument, if an argument differs between
+            ranks, or if a rank has no address for a rank on its node.
     """
 
     def __init__(
@@ -381,19 +382,19 @@ class ExpertWorkspace(Workspace):
         self.dispatches = 0
 
     def of_groups(self, home: Home, what: str, shape: Sequence[int]) -> SymmetricTensor | None:
-        """Create scales for rows of this shape, if tokens travel in fp8. Collective."""
+        """Allocate scales for rows of this shape, if tokens are sent in fp8. Collective."""
         if not self.groups:
             return None
         return home.empty(f"{self.name}.{what}", (*shape, self.groups), torch.float32)
 
     def move(self, placement: Placement) -> None:
-        """Use another placement from the next dispatch on, captured or not. Collective.
+        """Use another placement from the next dispatch on, also in captured graphs. Collective.
 
-        The weights in the slots must have been moved too.
+        Move the weights to their new slots as well.
 
         Raises:
-            KernelError: on every rank, if the placement has other numbers of ranks, experts or
-                slots, or differs between ranks.
+            KernelError: on every rank, if the numbers of ranks, experts or slots differ from the
+                current placement, or if the ranks pass different placements.
         """
         with agreed(self.name, {"placement": placement}, self.compare) as check:
             for what in ("world_size", "num_experts", "slots_per_rank"):
@@ -406,7 +407,7 @@ class ExpertWorkspace(Workspace):
         self.placement = placement
 
     def form(self, dtype: torch.dtype) -> ChunkForm:
-        """Return the constants of kernels that move rows of this dtype."""
+        """Compute the constants for kernels that move rows with this dtype."""
         least = GROUP if dtype == FP8 else 1
         return ChunkForm(
             tokens=self.chunk,
@@ -416,7 +417,7 @@ class ExpertWorkspace(Workspace):
         )
 
     def routing(self, expert_ids: Tensor) -> Routing:
-        """Return the argument `routing` for tokens with these experts: int32 [T, k]."""
+        """Make the routing argument for tokens with these experts: int32 [T, k]."""
         return Routing(
             expert_ids=expert_ids,
             replicas=self.replicas,
@@ -427,17 +428,17 @@ class ExpertWorkspace(Workspace):
         )
 
     def require_tokens(self, check: Require, x: Tensor, expert_ids: Tensor) -> None:
-        """Refuse anything but [T, K] and [T, k] with at most `max_tokens` tokens."""
+        """Check x [T, K] and expert_ids [T, k], with T at most `max_tokens`."""
         require_tensor(check, "x", x, None, self.device, self.dtype)
         most, width = self.max_tokens, self.width
         fits = x.dim() == 2 and len(x) <= most and x.shape[1] == width
-        must = f"be at most {most} tokens of {width} numbers, which the workspace was made for"
+        must = f"be at most {most} tokens of {width} numbers, the limits of the workspace"
         check("x's shape", list(x.shape), fits, must)
         ids_shape = [len(x), self.top_k]
         require_tensor(check, "expert_ids", expert_ids, ids_shape, self.device, torch.int32)
 
     def require_sent(self, check: Require, y: Tensor, sent: Arrived) -> None:
-        """Refuse outputs that do not fit the arrived tokens, or a dispatch that is too old."""
+        """Check that y fits the received rows, and that their dispatch is recent enough."""
         require_tensor(check, "y", y, sent.rows.shape, self.device, self.dtype)
         age = self.dispatches - sent.number
         check("sent", f"{age} dispatches old", 0 <= age <= 1, "be at most 1 old")
@@ -445,15 +446,15 @@ class ExpertWorkspace(Workspace):
     def place(
         self, tokens_of: Tensor, weights: SymmetricTensor | None = None
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """Launch `place_tokens`, the last step of a dispatch.
+        """Launch `place_tokens`, the last step in a dispatch.
 
         Args:
             tokens_of: int32 [W, chunks, L].
             weights: float32 [2, W, C, k], received with the tokens.
 
         Returns:
-            rows, scales, offsets, positions, call and number of an Arrived, by name; and float32
-            [R], each row's weight, if there are weights.
+            rows, scales, offsets, positions, call and number for an Arrived, by name; and each
+            row's weight, float32 [R], if there are weights.
         """
         size, chunks, slots = tokens_of.shape
         empty = tokens_of.new_empty
@@ -489,22 +490,22 @@ class ExpertWorkspace(Workspace):
 
 
 def addresses(tensor: SymmetricTensor | None) -> Tensor | None:
-    """Return the address of each rank's part; None for None."""
+    """Get the address of each rank's copy; None for None."""
     return tensor.addresses if tensor else None
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The tokens that have arrived on a rank.
+    """The tokens that a rank has received.
 
     Attributes:
         rows: [R, K]; the tokens by slot. Rows from offsets[L] on are undefined.
-        scales: float32 [R, ceil(K / 128)] for rows in fp8; None otherwise.
+        scales: float32 [R, ceil(K / 128)] for fp8 rows; None otherwise.
         offsets: int32 [L + 1]; slot e has the rows offsets[e] : offsets[e + 1].
-        positions: int32 [W, C, k]; the row of each choice of each rank's tokens, -1 if elsewhere.
-        call: int32 [1]; number of the dispatch, on the device.
-        number: the same on the host, where a captured graph does not count.
-        status: int32 [T], for this rank's own tokens: 1 if an id is unknown and not -1.
+        positions: int32 [W, C, k]; the row for each choice of each rank's tokens, -1 if elsewhere.
+        call: int32 [1]; the number of the dispatch, on the device.
+        number: the same on the host, where replays of a captured graph do not count.
+        status: int32 [T]; for this rank's own tokens: 1 if an id is outside [-1, E), else 0.
     """
 
     rows: Tensor

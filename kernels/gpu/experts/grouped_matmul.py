@@ -1,27 +1,31 @@
-"""Matrix products of groups of rows, each with its own weight: the experts of a rank.
+"""Matrix products of row groups, each group with its own weight: the experts on a rank.
 
     grouped_matmul(x [T, K], w [E, K, N], offsets int32 [E + 1]) -> [T, N]
 
-Rows offsets[e] to offsets[e + 1] are multiplied by w[e]. Offsets stay on the device and no host
-reads them, because the rows of each expert are unknown before its kernel runs. Rows outside all
+Rows offsets[e] to offsets[e + 1] are multiplied by w[e]. Offsets stay on the device and the host
+never reads them: each expert's row count is unknown before its kernel runs. Rows outside all
 groups are neither read nor written.
 
-Division into programs. `multiply_groups` is persistent. Every program loads all offsets and adds up
-the rows of tiles of each group, so all programs see the same list of tiles. Program p of P takes
-tiles p, p + P and so on. A tile has rows of one group only: the last tile of each group is cut off,
-and empty groups have none. A group's tiles are consecutive, ordered like in matmul.py: GROUP rows
-of tiles at a time, column by column. So concurrent programs read few columns of few weights. With
-few rows per expert, weights dominate the traffic, and each of their numbers is read once.
+Protocol. The kernel runs on one rank: no other rank writes, and there are no signals and no slots
+to reuse. Each tile is written by exactly one program.
 
-If offsets decrease, are negative or exceed T, every program treats all groups as empty and a status
-word reports it. No out-of-bounds address is read or written.
+Work. `multiply_groups` is persistent. Every program loads all offsets and adds up the tile rows in
+each group, so all programs see the same tiles. With P programs, program p takes tiles p, p + P and
+so on. A tile has rows from one group only: the last tile in a group is cut off, and empty groups
+have no tiles. Tiles from the same group are adjacent. Within a group, each band of GROUP tile rows
+is taken column by column (matmul.py). Programs that run at the same time therefore read few columns
+from few weights. With few rows for each expert, weights dominate the reads, and each weight number
+is read once.
 
-fp8 rows come with scales of their own, or of each 128 columns (as moe_dispatch delivers them;
-DeepSeek-V3, arXiv:2412.19437, section 3.3). Parts of one sum then have different scales. The tensor
-cores therefore add up BLOCK_K products at a time; each part is scaled and added in float32. Such a
-tile has two sums in registers, and half the columns.
+Offsets that decrease, are negative or exceed T make all groups empty, in every program alike. They
+are reported in a status word, and no access is out of bounds.
 
-Not handled: descriptors (TMA), scales for blocks of w.
+fp8 rows have one scale per row, or one per 128 columns (the format of moe_dispatch; DeepSeek-V3,
+arXiv:2412.19437, section 3.3). With scales per 128 columns, parts in one sum have different
+scales. The tensor cores then add up BLOCK_K products at a time; each part is scaled and added in
+float32. Such a tile has two sums in registers, and half the columns.
+
+Not handled: descriptors (TMA), scales per block in w.
 """
 
 from __future__ import annotations
@@ -50,19 +54,19 @@ from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
 from weft.kernels.gpu.tuning.search import Choice
 
 LEAST_GROUPS = 128
-"""Minimum number of groups that a kernel is compiled for: one per thread."""
+"""Minimum group count in a compiled kernel: one group for each thread."""
 
 
 @triton.jit
 def group_sizes(
     offsets,  # int32 [groups + 1]
     groups,
-    most,  # maximum of the last offset
+    most,  # upper limit for every offset
     GROUPS: tl.constexpr,
 ):
-    """Return the rows of each group, int32 [GROUPS], and the first group with wrong offsets.
+    """Compute the row count for each group, int32 [GROUPS], and the first group with wrong offsets.
 
-    All groups are empty if there is such a group. Without one, the second result is GROUPS.
+    If a group is wrong, all sizes are 0; if none is wrong, the second result is GROUPS.
     """
     group = tl.arange(0, GROUPS)
     begin = tl.load(offsets + group, mask=group < groups, other=0)
@@ -74,10 +78,10 @@ def group_sizes(
 
 @triton.jit
 def group_of(
-    row,  # row of tiles, counted over all groups
-    through,  # int32 [GROUPS]; rows of tiles up to the end of each group
+    row,  # a tile row's index, counted over all groups
+    through,  # int32 [GROUPS]; tile rows in all groups up to and with each
 ):
-    """Return the group of a row of tiles, and the number of rows of tiles before that group."""
+    """Find a tile row's group, and the number of tile rows before that group."""
     before = through <= row
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, through, 0), 0)
 
@@ -92,22 +96,22 @@ def report(status, value):
 @triton.jit(do_not_specialize=["T"])
 def multiply_groups(
     x,  # [T, K]
-    weights,  # three: [E, K, n], or [E, n, K] if FORM.transposed, or None
-    widths,  # n of each
+    weights,  # three, each [E, K, n], or [E, n, K] if FORM.transposed, or None
+    widths,  # n for each weight
     offsets,  # int32 [E + 1]
     T,
     K,
     groups,  # E
     # EpilogueOperands: x_scale float32 [T] or [1], or [T, ceil(K / FORM.scale_group)];
     epilogue,  # w_scale float32 [E, N], [E, 1] or [1]; bias [E, N]; residual [T, N']
-    scale_stride,  # distance in w_scale from one group to the next
+    scale_stride,  # stride in w_scale from one group to the next
     out,  # [T, N']
     out_columns,  # N'
     status,  # int32 [1], or None
     GROUPS: tl.constexpr,  # a power of two, at least E
     FORM: tl.constexpr,
 ):
-    """Compute all tiles of the result. Grid: (programs,), persistent."""
+    """Compute all tiles in the result. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
     GROUP: tl.constexpr = FORM.group
     SCALE_ROWS: tl.constexpr = FORM.scale_rows
@@ -143,17 +147,17 @@ def multiply_groups(
 
 
 def require_offsets(check: Require, offsets: Tensor, x: Tensor) -> int:
-    """Refuse offsets that cannot describe groups of x's rows; return the number of groups."""
+    """Check the offsets for groups in x, and return the number of groups."""
     shape, device = list(offsets.shape), offsets.device
     check("offsets' shape", shape, offsets.dim() == 1 and len(offsets) > 1, "be [E + 1]")
     check("offsets' dtype", offsets.dtype, offsets.dtype == torch.int32, "be torch.int32")
-    check("offsets' device", device, device == x.device, f"be {x.device}, as x's")
+    check("offsets' device", device, device == x.device, f"be {x.device}, as x is")
     check("offsets' stride", offsets.stride(), offsets.is_contiguous(), "be contiguous")
     return len(offsets) - 1
 
 
 def padded(groups: int) -> int:
-    """Return GROUPS for kernels that call `group_sizes`: a power of two, at least `groups`."""
+    """Compute GROUPS for kernels that call `group_sizes`: a power of two, at least `groups`."""
     return max(LEAST_GROUPS, int(triton.next_power_of_2(groups)))
 
 
@@ -172,29 +176,29 @@ def grouped_matmul(
     stages: int = 0,
     programs: int = 0,
 ) -> Tensor:
-    """Multiply each group of rows by its own weight on one rank, and apply the epilogue.
+    """Multiply each group of rows by its own weight and apply the epilogue, on one rank.
 
     Args:
         x: [T, K], contiguous, K at least 1; float32, float16, bfloat16 or float8_e4m3fn.
-        w: [E, K, N] of x's dtype, contiguous or the transposes (`mT`) of contiguous [E, N, K]; or
-            up to three such weights, with their columns side by side (gate and up).
+        w: [E, K, N] with x's dtype, contiguous or the transposes (`mT`) of contiguous [E, N, K]; or
+            up to three such weights, whose columns are concatenated (gate and up).
         offsets: int32 [E + 1], on x's device: group e is rows offsets[e] to offsets[e + 1].
-        epilogue: of the product; w_scale and bias are per group, x_scale may be per 128 columns of
-            a row.
-        out: the result, whose rows outside all groups stay unchanged; new if None.
-        status: int32 [1], on x's device. If it is 0, it is set to 1 + e when group e is the first
-            whose offsets are negative, decrease or exceed T. All groups are then empty.
-        expected: estimated total rows of the groups; T if 0. It decides the tile.
-        choice: chooses the tile if blocks is None; if None, T and E decide.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile.
-        warps, stages: for compiling the kernel; chosen if 0.
-        programs: one per processor of the device if 0.
+        epilogue: applied to the product. Its w_scale and bias have one entry per group; its x_scale
+            may have one number for each 128 columns in a row.
+        out: the result; rows outside all groups stay unchanged. If None, a new tensor.
+        status: int32 [1], on x's device. If it is 0, it is set to 1 + e, where group e is the first
+            with offsets that are negative, decrease or exceed T. All groups are empty then.
+        expected: approximate row count over all groups, for the choice of tiles; T if 0.
+        choice: chooses the tile where blocks is None; if None, only T and E decide.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K for a tile.
+        warps, stages: compile options; chosen if 0.
+        programs: number of programs; one per processor if 0.
 
     Returns:
-        [T, N], or [T, N / 2] after silu_multiply; see Epilogue.dtype.
+        [T, N], or [T, N / 2] after silu_multiply; for the dtype see Epilogue.dtype.
 
     Raises:
-        KernelError: the operands do not fit each other, or one is refused.
+        KernelError: the operands do not fit together, or one is not supported.
     """
     check = functools.partial(require, "grouped_matmul")
     groups = require_offsets(check, offsets, x)
@@ -207,7 +211,7 @@ def grouped_matmul(
     if blocks is None and choice and (config := choice.of_product(x, weights, rows, silu, groups)):
         blocks = (config.block_m, config.block_n, config.block_k)
         warps, stages = warps or config.warps, stages or config.stages
-        if scaled:  # a thread holds as many numbers of both sums as otherwise of one
+        if scaled:  # a thread holds both sums in the registers for one
             columns = 32 * config.warps * FEW_ACCUMULATORS // config.block_m
             blocks = (config.block_m, max(16, min(config.block_n, columns)), config.block_k)
     tiling = choose_tiling(
@@ -257,10 +261,10 @@ def raise_for(status: Tensor, op: str = "grouped_matmul") -> None:
     """Synchronise with the device, and raise if offsets were wrong since the last call.
 
     Raises:
-        KernelError: names the first group with wrong offsets.
+        KernelError: naming the first group with wrong offsets.
     """
     if group := int(status):
         status.zero_()
         raise KernelError(
-            f"{op}: offsets {group - 1} and {group} decrease, are negative or pass x's rows"
+            f"{op}: offsets {group - 1} and {group} decrease, are negative or exceed x's rows"
         )

@@ -1,41 +1,41 @@
-"""Expert products and reduce-scatter in one (MoE-RS): the end of tensor-parallel experts.
+"""Expert products and reduce-scatter in one op (MoE-RS): the end of tensor-parallel experts.
 
     grouped_matmul_reduce_scatter(x [M top_k, K / W], w [E, K / W, N], plans) -> [M / W, N]
 
-Part r of x has a row for each pair of rank r's plan, in its order, as all_gather_grouped_matmul.py
-returns it. Each row is multiplied by its expert's weight. A token's rows are added with its
-weights, and the tokens of rank r are added over the ranks on rank r.
+Part r of x has a row for each pair in rank r's plan, in plan order, as
+all_gather_grouped_matmul.py returns it. Each row is multiplied by its expert's weight. A token's
+rows are added with the token's weights. Rank r's tokens are then added over the ranks, on rank r.
 
-Protocol. `find_pairs` finds each pair's place in its plan. `multiply_pairs` takes the owners of
-rows in W stages and stores the products, row by row, to `products` in this rank's memory. Its
-programs count themselves off tile by tile (signals.py: `count_off`). The last program of a stage
-sets this rank's own signal `ready` of the stage to n, the call's number. `add_and_send` runs on the
-caller's stream and waits for this signal and those of earlier stages. It then sees what all
-programs have stored in these stages. It adds each token's rows in the order of its choices, stores
-the sum tile by tile to row r of slot n mod 2 of the owner's buffer, and sets the owner's signal
-[tile, r]. `reduce_partials` (matmul_reduce_scatter.py) waits for these signals from all ranks and
-adds in the order of the ranks. The sum has the same bits in every run.
+Protocol. `find_pairs` finds each pair's place in its plan. `multiply_pairs` takes the owners of the
+rows, one rank per stage, in W stages. It stores the products, row by row, to `products` in this
+rank's memory. Its programs count finished tiles (signals.py: `count_off`). The last program in a
+stage sets this rank's own signal `ready` for the stage to n, the number of the call. `add_and_send`
+runs on a stream beside it and waits for this signal and for those of all earlier stages. All
+programs' stores from these stages are then visible. It adds each token's rows, in the order of its
+choices. It stores the sums, tile by tile, to row r in slot n mod 2 of the owner's buffer, and then
+sets the owner's signal [tile, r] to n. `reduce_partials` (matmul_reduce_scatter.py) waits for these
+signals from all ranks and adds in rank order: the sum has the same bits in every run.
 
-Order. Owners come in the reverse of all_gather_matmul.py's order and end with this rank. Tiles with
-a long way leave early, while later stages are multiplied. An expert's rows are lined up in that
-order and cut into tiles there, because each owner has few of them. A tile belongs to the stage of
-its first row.
+Order. Owners come from the last step of all_gather_matmul.py's order to the first, which is this
+rank. Sums with a long way to go thus leave early, while later stages are multiplied. An expert's
+rows are lined up in that order and cut into tiles there, because each owner has few of them. A
+tile belongs to the stage of its first row.
 
     3 ranks, tiles of 4 rows; rows of expert a by owner: 3 | 3 | 1
     stage 0    aaa a     the last row belongs to the next owner
     stage 1    aa a      the last row belongs to the last owner
 
-The product never waits, so it finishes whatever else runs, and `add_and_send` waits only for the
-product. Both finish before `reduce_partials` begins, which waits for other ranks. Two slots are
-enough, because every rank waits for every rank's tiles: runtime/workspace.py. `products` is
-overwritten after the previous call's reduction, which follows its `add_and_send`.
+The product never waits, so it always finishes; `add_and_send` waits only for the product. Both are
+done before `reduce_partials` begins, which waits for other ranks. Two slots are enough, because
+every rank waits for every rank's tiles (runtime/workspace.py). `products` is overwritten only after
+the reduction in the previous call, and that reduction comes after its `add_and_send`.
 
-Products are stored, and sums travel, in the workspace's dtype; both are added in float32. Plans are
-not trusted, as in all_gather_grouped_matmul.py: the pairs of a wrong plan do not count, and a
-status word reports it.
+Products are kept, and sums are sent, in the workspace's dtype; both are added in float32. Plans are
+not trusted, as in all_gather_grouped_matmul.py: the pairs in a wrong plan add nothing, and a status
+word reports it.
 
-Not handled: biases and SiLU, and ranks with one link per pair (topology `mesh`), whose links take
-turns here.
+Not handled: biases and SiLU; ranks that are connected pairwise (topology `mesh`), whose links are
+used in turn here.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 BLOCK_M, BLOCK_N = 32, 256
-"""Default sides of the tiles that are sent."""
+"""Default rows and columns of a sent tile."""
 
 SENDERS = 16
-"""Default number of programs that add and send, unless a call or the tuning file differs."""
+"""Number of programs that add and send, if neither the call nor the tuning file sets it."""
 
 BLOCK = 1024
-"""Pairs that a program of `find_pairs` looks for."""
+"""Number of pairs for one program in `find_pairs`."""
 
 
 @triton.jit
 def find_pairs(
     plans,  # int32 [W, length]
-    places,  # int32 [W, pairs]; -1
+    places,  # int32 [W, pairs]; initially -1
     status,  # int32 [1]
     groups,
     pairs,
@@ -119,22 +119,22 @@ def multiply_pairs(
     w,  # [E, K, N], or [E, N, K] if FORM.transposed
     x_scale,  # float32 [W * pairs] or [1], or None
     w_scale,  # float32 [E, N], [E, 1] or [1], or None
-    scale_stride,  # distance in w_scale from one expert to the next
+    scale_stride,  # stride in w_scale from one expert to the next
     plans,  # int32 [W, length]
     products,  # [W * pairs, N]
     finished,  # int64 [W]; addresses of int32 [W]
     peers,
     rank,
-    ready,  # the first of W signals
+    ready,  # the first signal; there are W
     N,
     K,
     groups,  # E
-    pairs,  # of a rank
+    pairs,  # number of pairs on a rank
     RANKS: tl.constexpr,
     GROUPS: tl.constexpr,  # a power of two, at least E
     FORM: tl.constexpr,
 ):
-    """Compute the products of all pairs, in the order of their owners. Grid: (programs,)."""
+    """Compute the products for all pairs, ordered by owner. Grid: (programs,)."""
     WORLD: tl.constexpr = RANKS.world
     NODE: tl.constexpr = RANKS.node
     STEPS: tl.constexpr = RANKS.steps
@@ -152,9 +152,9 @@ def multiply_pairs(
         owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
         size, wrong = group_sizes(plans + owner * length, groups, pairs, GROUPS)
         usable += tl.where((steps == stage) & (wrong == GROUPS), 1, 0)
-    came = tl.zeros((GROUPS,), tl.int32)  # rows of each expert
-    done = tl.zeros((GROUPS,), tl.int32)  # rows of tiles of each expert
-    tile = tl.program_id(0)  # number in the stage
+    came = tl.zeros((GROUPS,), tl.int32)  # each expert's rows so far
+    done = tl.zeros((GROUPS,), tl.int32)  # each expert's tile rows so far
+    tile = tl.program_id(0)  # index in the stage
     for stage in range(WORLD):
         owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
         size, wrong = group_sizes(plans + owner * length, groups, pairs, GROUPS)
@@ -195,8 +195,8 @@ def add_and_send(
     places,  # int32 [W, pairs]
     peers,  # buffers [2, W, m, N]; signals int32 [tiles, W], and `ready` [W]
     rank,
-    ready,  # the first of W signals
-    m,  # tokens of a rank
+    ready,  # the first signal; there are W
+    m,  # tokens on a rank
     N,
     groups,
     top_k,
@@ -215,7 +215,7 @@ def add_and_send(
     for work in range(tl.program_id(0), WORLD * tiles, tl.num_programs(0)):
         stage, tile = work // tiles, work % tiles
         owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
-        while waited <= stage:  # earlier stages too: their tiles may have rows of this one
+        while waited <= stage:  # earlier stages, too: their tiles may have this stage's rows
             wait(peers, rank, ready + waited, call)
             waited += 1
         row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
@@ -239,13 +239,14 @@ def add_and_send(
 
 
 class ReduceGroupsWorkspace(PlannedWorkspace):
-    """The workspace of grouped_matmul_reduce_scatter.
+    """A workspace for grouped_matmul_reduce_scatter.
 
     Attributes:
-        products: [W * max_rows * top_k * n]; symmetric only so that checks see it.
-        finished: int32 [W]; number of finished tiles in each stage. Symmetric for the same reason.
-        tile: rows and columns that are sent at a time.
-        ready: the first signal of this rank's own stages.
+        products: [W * max_rows * top_k * n]; symmetric only for checks; peers do
+            not use it.
+        finished: int32 [W]; finished tiles in each stage. Symmetric for the same reason.
+        tile: rows and columns sent at a time.
+        ready: number of the first signal for this rank's own stages.
     """
 
     def __init__(
@@ -289,19 +290,19 @@ def grouped_matmul_reduce_scatter_workspace(
     block_m: int = BLOCK_M,
     block_n: int = BLOCK_N,
 ) -> ReduceGroupsWorkspace:
-    """Create a workspace for results of at most `max_rows` (M / W) rows of `n`. Collective.
+    """Make a workspace for results of at most `max_rows` (M / W) rows and `n` columns. Collective.
 
     Args:
-        home: this rank's.
+        home: this rank's home.
         max_rows: M / W.
         n: N.
         experts: E.
-        top_k: experts per token.
-        dtype: dtype in which products are stored and sums travel.
-        block_m, block_n: rows and columns that are sent at a time.
+        top_k: number of experts for each token.
+        dtype: dtype in which products are kept and sums are sent.
+        block_m, block_n: rows and columns sent at a time.
 
     Raises:
-        KernelError: on every rank, if one rank refuses an argument or the ranks differ.
+        KernelError: on every rank, if any rank refuses an argument, or if the arguments differ.
     """
     return ReduceGroupsWorkspace(home, max_rows, n, experts, top_k, dtype, block_m, block_n)
 
@@ -320,31 +321,32 @@ def grouped_matmul_reduce_scatter(
     programs: int = 0,
     senders: int = 0,
 ) -> Tensor:
-    """Return this rank's tokens, each the weighted sum of its experts' products on all ranks.
-    Collective.
+    """Add up each own token's expert products, weighted, over all ranks. Collective.
 
     Args:
-        x: [W * P, K / W], contiguous, with P = M / W * top_k; the same number of rows on all ranks.
-            Part r has rank r's pairs in the order of its plan.
-        w: [E, K / W, N] of x's dtype, contiguous or the transpose (`mT`) of a contiguous one.
-        plans: int32 [W, E + 1 + 2 P]: of all ranks, from all_gather_grouped_matmul; the same on all
-            ranks.
+        x: [W * P, K / W], contiguous, with P = M / W * top_k; the same row count on all ranks. Part
+            r has rank r's pairs in plan order.
+        w: [E, K / W, N] with x's dtype, contiguous or the transpose (`mT`) of a contiguous tensor.
+        plans: int32 [W, E + 1 + 2 P]: all ranks' plans, from all_gather_grouped_matmul; the same on
+            all ranks.
         workspace: from `grouped_matmul_reduce_scatter_workspace`.
-        epilogue: its scales are for this rank's products, w_scale per expert; the residual is for
-            this rank's rows of the sum. The result has the workspace's dtype if out_dtype is None.
-        ranks_per_node: ranks with fast links; all if 0. Ranks of a node are consecutive.
-        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned tile for this device, world
-            size, shape and dtype, or else the cost model's choice: tuning/search.py.
-        warps, stages: for compiling the product; if 0, chosen like blocks.
-        programs: of the product; all processors of the device that do not send if 0.
-        senders: programs that add and send; if 0, chosen like blocks, or SENDERS.
+        epilogue: its scales apply to this rank's products, with one w_scale entry per expert; the
+            residual has this rank's rows of the sum. If out_dtype is None, the result has the
+            workspace's dtype.
+        ranks_per_node: number of consecutive ranks with fast links; all if 0.
+        blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned values for this device,
+            world size, shape and dtype; if there are none, the cost model's choice: tune.py.
+        warps, stages: compile options of the product; if 0, chosen like blocks.
+        programs: number of programs in the product; if 0, all processors that do not send.
+        senders: number of programs that add and send; if 0, chosen like blocks, or SENDERS.
 
     Returns:
         [M / W, N].
 
     Raises:
-        KernelError: the operands do not fit each other or the workspace on one rank, or the ranks
-            differ in the operands' shapes or an option. `workspace.check` reports wrong plans.
+        KernelError: on one rank the operands do not fit together or do not fit the workspace; or
+            the ranks differ in the operands' shapes or in an option. Errors in a plan are raised
+            later, by `workspace.check`.
     """
     size, require = workspace.world_size, workspace.require
     asked: dict[str, object] = {"blocks": blocks, "warps": warps, "stages": stages}
@@ -374,10 +376,10 @@ def grouped_matmul_reduce_scatter(
         require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
         require("senders", senders, senders >= 0, f"be positive, or 0 for {SENDERS}")
         senders = senders or SENDERS
-        if workspace.concurrent:  # the product gets at least as many processors
+        if workspace.concurrent:  # the product needs at least as many processors
             senders = min(senders, max(1, workspace.processors // 2))
         available = max(1, workspace.processors - senders)
-        why = "those that send need processors"
+        why = "sending programs need processors"
         workspace.require_programs(programs, available, why)
         plans_shape = [size, plan_length(experts, pairs)]
         require_tensor(require, "plans", plans, plans_shape, device, torch.int32)
@@ -385,7 +387,12 @@ def grouped_matmul_reduce_scatter(
         sent_m, sent_n = workspace.tile
         tiles = -(-m // sent_m) * -(-n // sent_n)
         most = workspace.ready // size
-        require("tiles of the result", tiles, tiles <= most, f"be at most {most}: make it for them")
+        require(
+            "tiles of the result",
+            tiles,
+            tiles <= most,
+            f"be at most {most}: make the workspace larger",
+        )
     dtype = epilogue.out_dtype or workspace.dtype
     out = x.new_empty(m, n, dtype=dtype)
     if not out.numel():

@@ -1,13 +1,15 @@
-"""Assignment of experts to ranks: a table that kernels read, and that can change between calls.
+"""Expert placement on ranks: a table that kernels read, so that it can change under them.
 
-Each of W ranks has L slots, and each slot holds the weights of one expert. Slot s is number s mod L
-on rank s // L. An expert that many tokens want may have several slots, on several ranks: its
-replicas. Token t of rank r goes to replica (r + t) mod count, in the order of the slots. This
-spreads the tokens of one rank, and also tokens with the same number on all ranks. The choice does
-not depend on other tokens, and all replicas compute the same.
+There are W ranks, each with L slots. A slot holds the weights for one expert; slot s is
+slot s mod L on rank s // L. An expert with many tokens may have several slots, on
+several ranks: its replicas. Token t on rank r goes to replica (r + t) mod count, in
+slot order. This spreads the tokens within a rank, and also tokens with the same number
+on different ranks. The choice does not depend on any other token, and all replicas
+compute the same result.
 
-On the device the table is `replicas` int32 [E, n], each expert's slots, and `counts` int32 [E], the
-number of slots. A workspace changes them in place, so a captured CUDA graph sees the change.
+Two tables on the device hold the placement: `replicas` int32 [E, n] lists the slots for
+each expert, and `counts` int32 [E] tells how many there are. A workspace updates both
+tables at fixed addresses, so a captured CUDA graph sees the change.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from weft.kernels.gpu.runtime.arguments import require
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A layer's experts and their slots.
+    """The experts in a layer and their slots.
 
     Attributes:
         slots: the expert in each slot, rank by rank.
-        world_size: number of ranks; each has the same number of slots.
+        world_size: number of ranks; each has equally many slots.
 
     Raises:
         KernelError: ranks have different numbers of slots, or an expert has none.
@@ -40,13 +42,13 @@ class Placement:
         size, slots = self.world_size, self.slots
         require("placement", "world_size", size, size > 0, "be at least 1")
         divided = len(slots) > 0 and len(slots) % size == 0
-        must = f"be as many for each of {size} ranks, and at least one"
+        must = f"be the same number for each of {size} ranks, and at least one"
         require("placement", "slots", f"{len(slots)} in all", divided, must)
-        require("placement", "the least expert", min(slots), min(slots) >= 0, "be 0")
+        require("placement", "the lowest expert number", min(slots), min(slots) >= 0, "be 0")
         missing = set(range(max(slots) + 1)) - set(slots)
         must = f"be none: each of {max(slots) + 1} experts needs a slot"
         shown = f"expert {min(missing)}" if missing else "none"
-        require("placement", "what has no slot", shown, not missing, must)
+        require("placement", "the first without a slot", shown, not missing, must)
 
     @property
     def num_experts(self) -> int:
@@ -58,25 +60,23 @@ class Placement:
 
     @property
     def max_replicas(self) -> int:
-        """The maximum number of replicas of an expert, with these numbers of experts and slots."""
+        """Maximum replicas for one expert, with these numbers of experts and slots."""
         return len(self.slots) - self.num_experts + 1
 
     def replicas(self, expert: int) -> list[int]:
-        """Return an expert's slots, in ascending order."""
+        """List an expert's slots, in ascending order."""
         return [slot for slot, other in enumerate(self.slots) if other == expert]
 
     def ranks(self, expert: int) -> list[int]:
-        """Return the ranks of an expert's replicas, in order; a rank with two replicas appears
-        twice.
-        """
+        """List the rank of each replica, in slot order; a rank with two replicas is there twice."""
         return [slot // self.slots_per_rank for slot in self.replicas(expert)]
 
     def experts(self, rank: int) -> tuple[int, ...]:
-        """Return the experts in a rank's slots."""
+        """List the experts whose weights a rank holds, slot by slot."""
         return self.slots[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Return the tables for kernels: int32 [E, max_replicas], padded with -1; int32 [E]."""
+        """Make the tables for kernels: int32 [E, max_replicas], padded with -1; int32 [E]."""
         rows = [self.replicas(expert) for expert in range(self.num_experts)]
         padded = [row + [-1] * (self.max_replicas - len(row)) for row in rows]
         counts = [len(row) for row in rows]
@@ -87,7 +87,7 @@ def even(num_experts: int, world_size: int) -> Placement:
     """Place each expert once, the first ones on the first rank.
 
     Raises:
-        KernelError: the number of experts is not a multiple of the number of ranks.
+        KernelError: the experts do not divide evenly among the ranks.
     """
     divided = 0 < world_size <= num_experts and num_experts % world_size == 0
     must = f"be a positive multiple of {world_size} ranks, or be placed with replicas"
@@ -96,17 +96,17 @@ def even(num_experts: int, world_size: int) -> Placement:
 
 
 def balanced(loads: Sequence[float], world_size: int, slots_per_rank: int) -> Placement:
-    """Replicate hot experts, and give all ranks about the same load; greedily.
+    """Place hot experts several times, so that ranks have about the same load; greedily.
 
-    Like DeepSeek's EPLB (2025) without its groups. Each slot beyond one per expert goes to the
-    expert with the highest load per replica. Then replicas, the heaviest first, go to the least
-    loaded rank with room, if possible one without that expert. Lower numbers win ties, so all ranks
-    find the same placement.
+    This is DeepSeek's EPLB (2025) without its groups. Each expert gets one slot; each remaining
+    slot goes to the expert with the highest load per replica. Then replicas are assigned, the
+    heaviest first. Each goes to the least loaded rank with room, if possible to one without
+    that expert. Ties go to the lower number, so all ranks compute the same placement.
 
     Args:
-        loads: number of tokens that wanted each expert.
+        loads: tokens routed to each expert.
         world_size: number of ranks.
-        slots_per_rank: slots of each rank.
+        slots_per_rank: slots on each rank.
 
     Raises:
         KernelError: there are more experts than slots.
@@ -114,7 +114,7 @@ def balanced(loads: Sequence[float], world_size: int, slots_per_rank: int) -> Pl
     slots = world_size * slots_per_rank
     fits = 0 < len(loads) <= slots
     require(
-        "placement", "loads", f"of {len(loads)} experts", fits, f"be of 1 to {slots}, the slots"
+        "placement", "loads", f"of {len(loads)} experts", fits, f"be of 1 to {slots}, one per slot"
     )
     counts = [1] * len(loads)
     for _ in range(slots - len(loads)):

@@ -1,18 +1,23 @@
-"""Routing of tokens to experts, and the tokens sorted by expert.
+"""Expert choice for each token, and a sort that orders tokens by expert.
 
     route(logits [T, E], k)     -> ids [T, k], weights [T, k]
     sort_by_expert(ids [T, k])  -> offsets [E + 1], order [T * k], inverse [T, k], status [T]
 
 Everything stays on the device: the host never learns how many tokens an expert has.
 
-route: one program of one warp per token. Its experts form a tile with a group in each row, so group
-scores are sums over rows. The best expert is taken k times.
+Protocol. Both run on one rank, without signals. A launch orders its writes before the
+next launch on the same stream, and each output element has one writing program.
 
-sort_by_expert: a counting sort in two launches, both cut by tokens into at most MAX_TILES tiles.
-`count_pairs` counts each expert's pairs in a tile. `place_pairs` adds the counts: over all tiles
-for the offsets, over earlier tiles for the start of its own pairs. It then places pairs block by
-block; within a block a pair follows the pairs of its expert above it. So an expert's pairs keep
-their order, and the result is the same in every run, because nothing depends on arrival order.
+route: one program, with one warp, for each token. Its experts form a tile with one
+group per row, so group scores are sums over rows. The best expert is taken k times.
+
+sort_by_expert: a counting sort in two launches, both with at most MAX_TILES token
+tiles. `count_pairs` counts the pairs for each expert in a tile. `place_pairs` adds up
+these counts: over all tiles for the offsets, and over earlier tiles for its own first
+places. It then places its pairs block by block. Within a block, a pair's place is its
+expert's next place plus the count of earlier pairs in the block with that expert. Pairs
+thus stay in order within an expert. The result is the same in every run, because it
+does not depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -30,23 +35,22 @@ from weft.kernels.gpu.runtime.arguments import require, require_counts, require_
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 MAX_PAIRS = 2**31 - 1
-"""Places are counted in 32 bits."""
+"""Maximum pairs: places are 32-bit integers."""
 
 MAX_TILES, TILE_PAIRS = 128, 64
-"""Maximum number of tiles, and minimum number of pairs in a tile."""
+"""Maximum tiles, and minimum pairs in a tile."""
 
 MATRIX = 4096
-"""Numbers in a block of pairs by experts."""
+"""Block size: pairs times experts."""
 
 Scoring = Literal["softmax", "sigmoid"]
 
 
 @triton.jit
 def find_largest(value, free, number, NONE: tl.constexpr):
-    """Return the number of the largest free value, the lowest number if several are equal; [n] or
-    [m, n].
+    """Find the largest free value and return its number; the lowest number if tied.
 
-    Values must not be NaN, and numbers must be less than NONE.
+    The arguments are [n] or [m, n]. Values must not be NaN, and each number must be less than NONE.
     """
     kept = tl.where(free, value, float("-inf"))
     largest = tl.max(kept, axis=0)
@@ -76,7 +80,7 @@ def choose_experts(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Choose one token's experts. Grid: (T,)."""
+    """Choose the experts for one token. Grid: (T,)."""
     NONE: tl.constexpr = 1 << 30
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
@@ -93,8 +97,8 @@ def choose_experts(
     if bias is not None:
         choice += tl.load(bias + expert, mask=free, other=0.0)
     elif not SIGMOID:
-        choice = x  # the same order, without rounding
-    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN comes last
+        choice = x  # the same order as the scores, without rounding
+    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN sorts last
     if TOP_GROUPS < GROUPS:
         best = tl.max(tl.where(free, choice, float("-inf")), axis=1)
         if bias is not None:
@@ -135,27 +139,27 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts and their weights (Shazeer et al. 2017).
 
-    With groups, only experts of the `top_groups` best groups are chosen. A group's score is that of
-    its best expert or, with a bias, the sum of its two best (DeepSeek-V3, arXiv:2412.19437, section
+    With groups, experts are chosen only from the `top_groups` best groups. A group's score is its
+    best expert's or, with a bias, the sum of its two best (DeepSeek-V3, arXiv:2412.19437, section
     2.1.2; DeepSeek's own inference code).
 
     Args:
         logits: [T, E], contiguous; float32, float16 or bfloat16.
-        top_k: experts per token.
-        normalize: whether a token's weights are divided by their sum.
-        scoring: turns logits into scores: a softmax over all experts, or a sigmoid of each.
+        top_k: experts for each token.
+        normalize: divide a token's weights by their sum.
+        scoring: how logits become scores: softmax over all experts, or a sigmoid each.
         bias: float32 [E], added to the scores for the choice, but not for the weights.
-        groups: number of groups, of E / groups consecutive experts each.
-        top_groups: number of groups from which experts are chosen.
-        scale: multiplies the weights, after they are normalised.
+        groups: number of groups, each with E / groups consecutive experts.
+        top_groups: how many groups experts are chosen from.
+        scale: multiplies the weights after they are normalised.
 
     Returns:
-        ids int32 [T, top_k], best first, lower ids first among equals; and weights float32 [T,
-        top_k]. Ids are distinct and in [0, E) for any logits. With softmax, a token with NaN in its
-        logits has NaN weights.
+        ids int32 [T, top_k], best first, ties with the lowest first; and weights float32
+        [T, top_k]. A token's ids are always distinct and in [0, E), whatever the logits are. With
+        softmax, NaN in a token's logits makes its weights NaN.
 
     Raises:
-        KernelError: the arguments do not fit each other.
+        KernelError: the arguments do not fit together.
     """
     check = functools.partial(require, "route")
     check("logits's shape", list(logits.shape), logits.dim() == 2, "be a matrix")
@@ -173,7 +177,7 @@ def route(
     if bias is not None:
         require_tensor(check, "bias", bias, (experts,), logits.device, torch.float32)
         pairs = top_groups == groups or size > 1
-        check("groups", groups, pairs, "have two experts or more each, to be scored by two")
+        check("groups", groups, pairs, "have at least two experts each, so that two can be scored")
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, device=logits.device)
     if tokens:
@@ -210,7 +214,10 @@ def count_pairs(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Count each expert's pairs in a tile, and flag unknown experts' tokens. Grid: (tiles,)."""
+    """Count the pairs for each expert in a tile, and flag tokens with an unknown expert.
+
+    Grid: (tiles,).
+    """
     tile = tl.program_id(0)
     end = tl.minimum((tile + 1) * span, tokens)
     expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -239,7 +246,7 @@ def place_pairs(
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Give each pair of a tile its place. Grid: (tiles,)."""
+    """Assign a place to each pair in a tile. Grid: (tiles,)."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
@@ -275,14 +282,14 @@ def place_pairs(
 
 
 class Permutation(NamedTuple):
-    """The T * k pairs of token and expert, sorted by expert. Pair t * k + c is token t's choice c.
+    """The T * k pairs (token, expert), sorted by expert. Pair t * k + c is choice c of token t.
 
     Attributes:
-        offsets: int32 [E + 1]; places offsets[e] to offsets[e + 1] - 1 belong to expert e.
-        order: int32 [T * k]; the pair at each place. An expert's pairs keep their order. Pairs
-            without an expert come last, from place offsets[E] on.
-        inverse: int32 [T, k]; the place of each pair, -1 without an expert.
-        status: int32 [T]; 1 if an id of the token is not in [0, E), else 0.
+        offsets: int32 [E + 1]; expert e has the places offsets[e] to offsets[e + 1] - 1.
+        order: int32 [T * k]; the pair at each place. An expert's pairs keep their order; pairs with
+            an unknown expert come last, from place offsets[E] on.
+        inverse: int32 [T, k]; the place of each pair, or -1 if its expert does not exist.
+        status: int32 [T]; 1 if any id of the token is outside [0, E), else 0.
     """
 
     offsets: Tensor
@@ -292,14 +299,14 @@ class Permutation(NamedTuple):
 
 
 def sort_by_expert(ids: Tensor, experts: int) -> Permutation:
-    """Sort pairs of token and expert by expert; stable.
+    """Sort pairs (token, expert) by expert; the sort is stable.
 
     Args:
-        ids: int32 [T, k], contiguous; a token may have an expert twice.
+        ids: int32 [T, k], contiguous; any values. A token may have the same expert twice.
         experts: E.
 
     Raises:
-        KernelError: the ids' shape or dtype, or the number of experts, is not supported.
+        KernelError: the ids' shape or dtype, or the expert count, is not supported.
     """
     check = functools.partial(require, "sort_by_expert")
     shape = list(ids.shape)

@@ -355,7 +355,7 @@ def told(x: Tensor) -> list[str]:
 
 
 def test_what_one_rank_refuses_in_the_first_call_all_are_told() -> None:
-    shape = "x's shape is [3, 9]; it must be at most 4 tokens of 8 numbers, which the workspace"
+    shape = "x's shape is [3, 9]; it must be at most 4 tokens of 8 numbers, the limits of"
     for message in told(torch.zeros(3, 9)):
         assert message.startswith(f"moe_dispatch: on rank 1 {shape}")
 

@@ -172,7 +172,10 @@ def test_far_ids_are_flagged() -> None:
         ({"scoring": "max"}, "scoring is 'max'; it must be softmax or sigmoid"),
         ({"bias": torch.zeros(11)}, r"bias's shape is \[11\]; it must be \[12\]"),
         ({"bias": torch.zeros(12).half()}, "bias's dtype is torch.float16; it must be torch.float"),
-        ({"groups": 12, "bias": torch.zeros(12), "top_k": 1}, "must have two experts or more each"),
+        (
+            {"groups": 12, "bias": torch.zeros(12), "top_k": 1},
+            "must have at least two experts",
+        ),
         ({"logits": torch.zeros(4)}, r"logits's shape is \[4\]; it must be a matrix"),
         ({"logits": torch.zeros(12, 4).T}, "logits's stride"),
         ({"logits": torch.zeros(4, 0)}, "experts is 0; it must be from 1 to 1024"),
