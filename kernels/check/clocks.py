@@ -50,7 +50,7 @@ class Clock:
         return Clock(dict(self.launches), dict(self.tasks))
 
     def knows(self, event: Event) -> bool:
-        """Whether the event is known to be over."""
+        """True if the event is known to be over."""
         stream, launch, _ = event.task
         return self.launches.get(stream, 0) > launch or self.tasks.get(event.task, -1) >= event.time
 

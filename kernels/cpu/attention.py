@@ -106,7 +106,7 @@ class _Tile:
 
     @property
     def sees_all(self) -> bool:
-        """Whether each piece is one query, which sees every key up to its own."""
+        """True if each piece is one query, which sees every key up to its own."""
         return self.queries == 1 and self.masked_from == self.reach
 
 

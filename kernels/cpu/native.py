@@ -230,12 +230,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def supports(dtype: torch.dtype) -> bool:
-    """Whether compiled kernels for this dtype are available here."""
+    """True if compiled kernels for this dtype are available here."""
     return dtype == torch.bfloat16 and library() is not None
 
 
 def takes_heads(heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether the attention kernels support layers with this shape."""
+    """True if the attention kernels support layers with this shape."""
     return head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and heads // kv_heads <= MAX_GROUP
 
 

@@ -65,7 +65,7 @@ class Atomic:
 
     @property
     def changed(self) -> bool:
-        """Whether it changed the value."""
+        """True if it changed the value."""
         return self.was != self.now
 
 
@@ -97,7 +97,7 @@ class Observer(Protocol):
         """Resolve multicast addresses, uint64 [n], to each rank's addresses."""
 
     def is_symmetric(self, storage: int) -> bool:
-        """Whether a torch storage, given by its address, is symmetric memory."""
+        """True if a torch storage, given by its address, is symmetric memory."""
 
     def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
         """Memory is put to a peer; signal 0 means a blocking put without a signal."""

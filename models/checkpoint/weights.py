@@ -222,7 +222,7 @@ def _check_tensor(file: Path, name: str, found: Any, weight: WeightSpec) -> int:
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    """Whether older exports hold this tensor although the rest of the model implies it."""
+    """True if older exports hold this tensor although the rest of the model implies it."""
     if name == "lm_head.weight":
         return spec.lm_head is None
     return name.endswith(".rotary_emb.inv_freq")

@@ -68,7 +68,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is known about a step when it is compiled.
+    """The facts about a step that are known when it is compiled.
 
     Attributes:
         decodes: whether each request has at most one token.
@@ -82,12 +82,12 @@ class Shape:
 
 
 def shards_tokens(tokens: int, devices: int) -> bool:
-    """Whether a step with this number of tokens shards them."""
+    """True if a step with this number of tokens shards them."""
     return devices > 1 and tokens % (2 * devices) == 0 and tokens >= MIN_SHARD_TOKENS * devices
 
 
 def gathers_weights(tokens: int, width: int) -> bool:
-    """Whether moving an MLP's three matrices takes fewer bytes than moving its tokens twice."""
+    """True if moving an MLP's three matrices takes fewer bytes than moving its tokens twice."""
     return 2 * tokens > 3 * width
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_installed() -> bool:
-    """Whether jax is installed."""
+    """True if jax is installed."""
     return find_spec("jax") is not None
 
 

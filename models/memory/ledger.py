@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def left(self) -> int:
-        """What remains unused."""
+        """The bytes that remain unused."""
         return (
             self.budget
             - (self.weights + self.activations + self.buffers + self.graphs)

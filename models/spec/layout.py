@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether overlapped kernels support this layout; see models/torch/overlapped.py."""
+        """True if overlapped kernels support this layout; see models/torch/overlapped.py."""
         return not 1 < self.dense_size < self.ep
 
     @property

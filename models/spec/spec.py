@@ -50,7 +50,7 @@ class WeightSpec:
 
     @property
     def is_per_expert(self) -> bool:
-        """Whether the checkpoint holds one tensor per expert."""
+        """True if the checkpoint holds one tensor per expert."""
         return "{expert}" in self.name
 
     @property

@@ -33,7 +33,7 @@ class Exchange(Protocol):
     """
 
     def is_sharded(self, tokens: int) -> bool:
-        """Whether a step with this number of tokens is sharded."""
+        """True if a step with this number of tokens is sharded."""
 
     def shard(self, x: Tensor) -> Tensor:
         """In a sharded step: take this rank's rows from [T, hidden]."""

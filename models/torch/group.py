@@ -56,7 +56,7 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds terms that a sum must contain once."""
+        """True if this rank adds terms that a sum must contain once."""
         return self.index == 0
 
     def sum(self, x: Tensor) -> Tensor:

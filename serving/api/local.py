@@ -43,7 +43,7 @@ class LocalApi:
         Raises:
             EngineError: the engine can no longer serve, or failed while it had this request.
         """
-        admit.set(admitted)  # in this task and those that it starts
+        admit.set(admitted)  # in this task and in the tasks that it starts
         wait, most = WAITS
         while True:
             status, answer = await self._post(path, body)

@@ -98,7 +98,7 @@ class ServerState:
 
     @property
     def progressing(self) -> bool:
-        """Whether the engine makes steps, if it has work."""
+        """True if the engine makes steps, if it has work."""
         engine = self.engine
         return engine is None or engine.waited < STALLING * engine.config.stall_timeout
 

@@ -43,7 +43,7 @@ class Admission:
 
     @property
     def open(self) -> bool:
-        """Whether a request may be queued now."""
+        """True if a request may be queued now."""
         return self._engine.status == "ready" and self._engine.live < self._maximum
 
     async def wait(self) -> None:

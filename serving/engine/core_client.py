@@ -228,7 +228,7 @@ class CoreClient:
 
     @property
     def works(self) -> bool:
-        """Whether the core has answered a request, or stayed ready for a while."""
+        """True if the core has answered a request, or stayed ready for a while."""
         steady = self.load_seconds > 0 and self.age > self.load_seconds + STEADY
         return self._has_answered or steady
 

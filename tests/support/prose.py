@@ -16,7 +16,7 @@ RELATIVE = {"that", "which", "what", "whose", "who", "whom"}
 
 BANNED = (
     *("manieth", "to be had", "gone on with", "goes on with", "dealt out", "be it", "is told"),
-    *("are told", "is none", "are none", "one after the other", "of its own accord", "is all one"),
+    *("are told", "one after the other", "of its own accord", "is all one"),
     *("in the place of", "what is not", "what there is", "as it comes", "said at once"),
     *("of one's own", "that which", "those that", "so many"),
 )

@@ -124,7 +124,7 @@ class AnthropicTool(Function, CustomTool):
 
 
 class AnthropicToolChoice(Body):
-    """Whether the model may or must call a tool."""
+    """The choice between tools: the model may, must or must not call one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

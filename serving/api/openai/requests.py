@@ -108,7 +108,7 @@ class GenerationRequest(GuidedRequest):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a last event has the token counts."""
+        """True if a last event has the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling_params(self, **more: Any) -> SamplingParams:

@@ -152,7 +152,7 @@ class AnswerParser:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether the answer, so far, begins with a thought."""
+        """True if the answer, so far, begins with a thought."""
         return self._reasoning is not None and self._reasoning.begun
 
     def push(self, text: str) -> list[Piece]:

@@ -192,7 +192,7 @@ class Scheduler:
         With pipeline stages, a token is known when its step has left the last stage. A step that
         needed it earlier would hold up the first stage. So a request decodes again when its token
         is back, or after as many steps as there are stages. Each step takes an equal share of the
-        requests, those that have waited longest.
+        requests, beginning with the longest waiting ones.
         """
         slots = self._slots
         ready = slots.decoding & (slots.length < slots.limit)

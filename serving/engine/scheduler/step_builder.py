@@ -30,7 +30,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so the next one is sampled."""
+        """True if the chunk reaches the last known token, so the next one is sampled."""
         return self.stop == len(self.request) and self.request.pooling is None
 
 

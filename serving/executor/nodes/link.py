@@ -94,7 +94,7 @@ class Link(Generic[Message]):
 
     @property
     def has_input(self) -> bool:
-        """Whether a message, or the end of the connection, can be received now."""
+        """True if a message, or the end of the connection, can be received now."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(0))
