@@ -79,7 +79,7 @@ def test_texts_and_token_ids_are_the_same_inputs(http: httpx.Client) -> None:
         ({"input": []}, "input", "input is empty"),
         ({"input": ["a", ""]}, "input", "input[1] is empty"),
         ({"input": [[1], []]}, "input", "input[1] is empty"),
-        ({"input": ["a", [1]]}, "input", "input[1] is of another kind than [0]"),
+        ({"input": ["a", [1]]}, "input", "input[1] has another type than [0]"),
         ({"input": 3}, "input", "input must be a text, a list of token ids"),
         ({"input": ["a"] * 2049}, "input", "input has 2049 prompts; at most 2048"),
         ({"input": [[1], [320]]}, "input", "input[1]: the prompt has token 320; token ids are in"),
