@@ -18,7 +18,7 @@ PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-fast test-slow test-clients check lint types format code-map wheel bench-peers clean
+.PHONY: help serve test test-fast test-slow test-clients test-oldest check lint types format code-map wheel bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,35 @@ test-clients: $(VENV)/.dev $(CLIENTS)/.installed ## run litellm and lm-eval agai
 $(CLIENTS)/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet litellm==1.106.2 mcp 'lm-eval[api]==0.4.13'
+	@touch $@
+
+# The oldest releases that pyproject.toml admits; the tools that test are the newest that go with
+# them. CUDA's libraries, some gigabytes, are left out: torch does without them on CPUs.
+OLDEST       := build/oldest
+OLDEST_TOOLS := aiohttp anthropic httpx hypothesis jsonschema openai pytest pytest-asyncio \
+  pytest-randomly pytest-timeout pytest-xdist pyyaml
+
+# Kernels are interpreted, then compiled for one GPU. Schemathesis and a browser are not installed.
+test-oldest: $(OLDEST)/.installed ## run a part of the tests with the oldest dependencies
+	$(OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow" -W ignore \
+	  --ignore tests/serving/api/test_schemathesis.py \
+	  --ignore tests/serving/api/test_playground_in_chromium.py \
+	  tests/test_layout.py tests/kernels tests/models/torch tests/serving/api
+	$(OLDEST)/bin/weft check aot --target sm_90 --only all_reduce_ll --only matmul_reduce_scatter \
+	  --only paged_attention --only moe_dispatch_combine
+
+$(OLDEST)/.installed: pyproject.toml
+	@echo "installing weft's oldest dependencies into $(@D); once, some minutes"
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet uv
+	$(@D)/bin/uv pip compile --quiet --python $(@D)/bin/python --resolution lowest-direct \
+	  --extra cuda --extra otel --extra tpu --no-annotate --no-header $< | \
+	  grep -vE '^(cuda|nvidia|nvshmem)' > $(@D)/requirements.txt
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps \
+	  --requirement $(@D)/requirements.txt
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python \
+	  --constraint $(@D)/requirements.txt $(OLDEST_TOOLS)
+	$(@D)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 check: ## all that CI runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -131,3 +132,12 @@ def test_the_engine_is_started_before_http_is_imported() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert loaded.returncode == 0, loaded.stderr
     assert (HEAVY - {"zmq"}).isdisjoint(loaded.stdout.split())
+
+
+def test_each_module_can_be_imported() -> None:
+    names = [name for name in MODULES if not name.endswith(".__main__")]
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", code, *names]
+    loaded = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert loaded.returncode == 0, loaded.stderr
