@@ -66,7 +66,7 @@ OLDEST_TOOLS := aiohttp anthropic httpx hypothesis jsonschema openai pytest pyte
 test-oldest: $(OLDEST)/.installed ## run a part of the tests with the oldest dependencies
 	$(OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not slow" -W ignore \
 	  --ignore tests/serving/api/test_schemathesis.py \
-	  --ignore tests/serving/api/test_playground_in_chromium.py \
+	  --ignore tests/serving/api/admin/test_playground_in_chromium.py \
 	  tests/test_layout.py tests/kernels tests/models/torch tests/serving/api
 	$(OLDEST)/bin/weft check aot --target sm_90 --only all_reduce_ll --only matmul_reduce_scatter \
 	  --only paged_attention --only moe_dispatch_combine

@@ -218,7 +218,7 @@ ELSEWHERE = {
     30: ["serving/cli/test_batch.py::test_mixed_file_and_resumption"],
     31: ["serving/api/test_lifecycle.py::test_a_client_that_leaves_aborts_its_request"],
     32: ["serving/api/middleware/test_auth.py::test_a_client_that_does_not_read_is_cut_off"],
-    33: ["serving/api/test_protocol.py::test_a_request_that_does_not_arrive_is_408"],
+    33: ["serving/api/test_http.py::test_a_request_that_does_not_arrive_is_408"],
     34: ["serving/api/middleware/test_auth.py::test_a_full_queue_tells_when_to_come_again"],
     35: [
         "serving/api/test_lifecycle.py::test_sigterm_drains",
