@@ -664,6 +664,8 @@ def moe_dispatch_two_level(
     packed, kept = new(nodes, capacity), new(nodes, node, capacity)
     names, shares, staged = workspace.names.addresses, workspace.shares, workspace.sent_scales
     dtype, form = triton_type(workspace.wire), workspace.form(workspace.wire)
+    # As many bytes at a time as in 16 bits: with more, addresses spill on sm_100.
+    few = form._replace(block=max(1, form.block // 2)) if workspace.wire.itemsize > 2 else form
     workspace.begin()
     workspace.quiet()
     cross_nodes[(chunks * nodes,)](
@@ -714,7 +716,7 @@ def moe_dispatch_two_level(
         WORLD=size,
         NODE=node,
         FAR=workspace.far,
-        FORM=form,
+        FORM=few,
         num_warps=WARPS,
         extern_libs=workspace.extern_libs,
     )

@@ -444,8 +444,8 @@ FAULTS = {
     "a slot of another page": ("* PAGE + at % PAGE", "* PAGE + at % 2"),
     "no softcap": ("if SOFTCAP > 0:", "if SOFTCAP < 0:"),
     "a sink that is scaled": ("other=0.0).to(tl.float32) * LOG2E", "other=0.0).to(tl.float32)"),
-    "keys without their scale": ("if k_scale is not None:", "if False:"),
-    "values without their scale": ("if v_scale is not None:", "if False:"),
+    "keys without their scale": ("if cache.k_scale is not None:", "if False:"),
+    "values without their scale": ("if cache.v_scale is not None:", "if False:"),
     "an LSE in bits": ("(top + tl.log2(weight)) * LN2", "top + tl.log2(weight)"),
 }
 SAMPLES = [
