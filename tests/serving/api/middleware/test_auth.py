@@ -290,7 +290,7 @@ def test_reloading_keeps_what_is_in_use(tmp_path: Path) -> None:
     keys.reload()
     assert keys.find(BOB) is key
     assert key.name == "robert"
-    with pytest.raises(RequestError, match="1 requests of key robert"):
+    with pytest.raises(RequestError, match="key robert has 1 running requests"):
         keys.check(key)
 
 
@@ -299,7 +299,7 @@ def test_reloading_keeps_what_is_in_use(tmp_path: Path) -> None:
     [
         ({"api_key": "short"}, None, "--api-key has an invalid key: a key is 8"),
         ({"api_key": f"{ALICE},"}, None, "--api-key has an invalid key: a key is 8"),
-        ({"api_key": "schlüssel-schlüssel"}, None, "--api-key has a key that is no"),
+        ({"api_key": "schlüssel-schlüssel"}, None, "--api-key has an invalid key"),
         ({"api_key_file": "FILE"}, None, "FILE: No such file or directory"),
         ({"api_key_file": "FILE"}, "# none\n", "FILE has no key"),
         ({"api_key_file": "FILE"}, f"{BOB}\nsecret\n", "FILE:2 has an invalid key: a key is 8"),

@@ -259,5 +259,5 @@ def test_a_format_that_cannot_be_forced(form: str | None) -> None:
         calls_only(form, TOOLS, several=True, tokens={})
     with pytest.raises(RequestError, match=r"tool is strict.*--tool-parser"):
         strict_calls(form, TOOLS, several=True, tokens={})
-    with pytest.raises(RequestError, match=r"regex says what.*--tool-parser"):
+    with pytest.raises(RequestError, match=r"regex constrains .*--tool-parser"):
         or_calls(Grammar("regex", "a", "regex"), form, TOOLS, several=True, tokens={})
