@@ -20,7 +20,7 @@ OPEN_FILES = 4096  # soft limit: tests hold servers, sockets and pipes in one pr
 _PYTHON = {"PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE"}
 _REMOVED = re.compile(
     "PYTHON.*|WEFT_.*|LC_.*|LANGUAGE|COLUMNS|LINES|COLORTERM|NO_COLOR|(FORCE|CLICOLOR).*"
-    "|TTY_.*|RAY_ADDRESS|.*_(proxy|PROXY)"
+    "|TTY_.*|(RAY|OTEL)_.*|.*_(proxy|PROXY)"
 )
 
 
