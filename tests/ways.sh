@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run tests in the ways in which machines and shells differ; all of them must pass.
 #
-#   tests/ways.sh tests/serving/test_cli.py ...
+#   tests/ways.sh tests/serving/cli/test_main.py ...
 #
 # PYTHON is the environment's: .venv/bin/python.
 cd "$(dirname "$0")/.." || exit
