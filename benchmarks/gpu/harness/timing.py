@@ -148,7 +148,7 @@ def only_product(call: Call) -> Call:
 
 
 @triton.jit
-def no_wait(signals, rank, index, value, fault, max_polls):  # type: ignore[no-untyped-def]
+def no_wait(peers, rank, index, value):  # type: ignore[no-untyped-def]
     """In the place of signals.wait."""
 
 

@@ -150,6 +150,7 @@ from weft.kernels import gpu
 from weft.kernels.check.aot import cases, compiling, describe, launches_of
 from weft.kernels.check.ops.table import named
 from weft.kernels.gpu.runtime import nvshmem
+from weft.kernels.gpu.runtime.peers import Peers
 
 folder = Path(sys.argv[1])
 found = pkgutil.walk_packages(gpu.__path__, "weft.kernels.gpu.")
@@ -174,7 +175,7 @@ def drop(module, function, line):
 
 
 @triton.jit
-def send_and_wait(x, signal, fault, numel, rank, call):
+def send_and_wait(x, signal, peers, numel, rank, call):
     # Ops launch these only where NVSHMEM is installed.
     at = tl.arange(0, 128)
     tl.store(x + at, 1.0)
@@ -186,7 +187,7 @@ def send_and_wait(x, signal, fault, numel, rank, call):
     )
     nvshmem.quiet()
     tl.store(x + at, 3.0)
-    nvshmem.wait(address, call.to(tl.int64), rank, 0, fault, 1000)
+    nvshmem.wait(address, call.to(tl.int64), peers, rank, 0)
     tl.store(x + at, tl.load(x + 128 + at))
 
 
@@ -202,8 +203,10 @@ with library.open("w") as text:
     for name, kind in STUBS.items():
         result, types = kind.split(" ", 1)
         print(f"define {result} @{name}{types} {{ ret {result} 0 }}", file=text)
-x, signal, fault = torch.empty(1 << 8), torch.empty(8, dtype=torch.int64), torch.empty(
-    4, dtype=torch.int32
+x, signal = torch.empty(1 << 8), torch.empty(8, dtype=torch.int64)
+calls, fault = torch.empty(1, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+peers = Peers(
+    buffers=signal, slot_numel=256, signals=signal, calls=calls, fault=fault, max_polls=1000
 )
 
 
@@ -211,7 +214,7 @@ def problems():
     # Of kernels that between them use all that has a barrier.
     with compiling("sm_90") as launches:
         libraries = {"libnvshmem_device": str(library)}
-        send_and_wait[(1,)](x, signal, fault, 512, 3, 7, extern_libs=libraries)
+        send_and_wait[(1,)](x, signal, peers, numel=512, rank=3, call=7, extern_libs=libraries)
     rows = [describe("nvshmem", "sm_90", launch) for launch in launches]
     for op in named(["all_gather", "all_gather_grouped_matmul"]):
         (case, *_) = cases(op, "sm_90")

@@ -125,7 +125,7 @@ def test_wrong_results_are_found(function: Callable[..., Tensor], finding: str) 
 @pytest.mark.parametrize(
     ("old", "new", "finding"),
     [
-        ("wait(signals, rank, first + index", "pass  # (", "all_gather.buffer["),
+        ("wait(peers, rank, first + index", "pass  # (", "all_gather.buffer["),
         ("notify(peers, peer, index", "notify(peers, rank, index", "no rank can go on"),
         ("index * WORLD + {}", "{} * tl.num_programs(1) + index", "is reused"),
     ],

@@ -502,17 +502,17 @@ def test_a_fault_is_found(
 @pytest.mark.parametrize(
     ("how", "ahead", "changes"),
     [
-        ("near", 0, ["(call % 2) * (nodes * capacity) + own * capacity  # of the peer's",
+        ("near", 0, ["(call % 2) * (nodes * capacity) + own * capacity  # in the peer's slot",
                      "(call % 2) * (nodes * capacity) + node * capacity\n"]),
-        ("far", 0, ["(call % 2) * (nodes * capacity) + own * capacity  # of the peer's",
+        ("far", 0, ["(call % 2) * (nodes * capacity) + own * capacity  # in the peer's slot",
                     "(call % 2) * (nodes * capacity) + node * capacity\n"]),
         ("one node", 0, ["slot = (call % 2) * (WORLD * capacity)",
                          "slot = (call % 2) * (WORLD * chunks * TOKENS)"]),
         ("one node", 1, ["row = (call % 2) * (WORLD * capacity)",
                          "((call % 2) * (WORLD * capacity) + begin)"]),
-        ("near", 1, ["(call % 2) * (nodes * capacity) + own * capacity  # of the rank's",
+        ("near", 1, ["(call % 2) * (nodes * capacity) + own * capacity  # on the tokens' rank",
                      "(call % 2) * (nodes * capacity) * K"]),
-        ("far", 1, ["(call % 2) * (nodes * capacity) + own * capacity  # of the rank's",
+        ("far", 1, ["(call % 2) * (nodes * capacity) + own * capacity  # on the tokens' rank",
                     "(call % 2) * (nodes * capacity) * K"]),
     ],
 )  # fmt: skip
