@@ -127,8 +127,8 @@ class StepInput(msgspec.Struct, frozen=True):
         masked: int32[M]; indices of sampled rows that have a token mask.
         token_mask: int32[M, ceil(V / 32)]; bit t % 32 of number t // 32 is set if the row may
             sample token t. At least one bit is set in each row.
-        copies: with several attention groups, the step's size in each instance. This
-            input belongs to one of the instances.
+        group_sizes: with several attention groups, the step's size in each group. This
+            input belongs to one of the groups.
     """
 
     step: int
@@ -149,7 +149,7 @@ class StepInput(msgspec.Struct, frozen=True):
     pool_count: Int32 = msgspec.field(default_factory=lambda: NONE)
     masked: Int32 = msgspec.field(default_factory=lambda: NONE)
     token_mask: Int32 = msgspec.field(default_factory=lambda: NO_MASK)
-    copies: tuple[Size, ...] = ()
+    group_sizes: tuple[Size, ...] = ()
 
     @property
     def size(self) -> Size:
@@ -216,10 +216,10 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 Step = tuple[StepInput | None, ...]
-"""One input for each attention group; None for an instance without tokens."""
+"""One input for each attention group; None for a group without tokens."""
 
 Result = tuple[StepOutput | None, ...]
-"""One output for each attention group; None for an instance without tokens."""
+"""One output for each attention group; None for a group without tokens."""
 
 
 class ModelRunner(Protocol):

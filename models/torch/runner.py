@@ -246,18 +246,18 @@ class TorchRunner:
             _single_request(range(tokens), SlotSampling(slot=0)),
             _single_request(range(tokens - 1, tokens)),
         ):
-            self.step(replace(step, copies=self._layout.dp_size * (step.size,)))
+            self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
         if self._device.type == "cuda":
             for tokens in sorted({min(size, self._max_tokens) for size in WARM_UP_PROMPTS}):
                 step = _single_request(range(tokens), blocks=-(-tokens // self._block_size))
-                self.step(replace(step, copies=self._layout.dp_size * (step.size,)))
+                self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
         """See `ModelRunner.step`."""
         started = self._clock()
         if not len(batch.token_ids):
-            self._model.run_empty(batch.copies)
+            self._model.run_empty(batch.group_sizes)
             self._read_back()
             return StepOutput(batch.step, seconds=self._clock() - started)
         plan = AttentionPlan.build(
@@ -312,12 +312,12 @@ class TorchRunner:
         if isinstance(self._model, CpuModel):
             x = self._first_input(torch.tensor(batch.token_ids), batch)
             positions = torch.tensor(batch.positions)
-            return self._model(x, positions, self._cache, plan, selected, batch.copies)
+            return self._model(x, positions, self._cache, plan, selected, batch.group_sizes)
         from weft.models.torch.inputs import put_step
 
         step = put_step(self._device, batch, plan)
         x = self._first_input(step.token_ids, batch)
-        return self._model(x, step.positions, self._cache, step.plan, selected, batch.copies)
+        return self._model(x, step.positions, self._cache, step.plan, selected, batch.group_sizes)
 
     def _forward(self, step: StepTensors) -> Forward:
         """Run the whole model for tokens that may all be sampled; this call is recorded."""

@@ -175,11 +175,11 @@ class EngineConfig:
     ] = "auto"
     max_num_seqs: Annotated[
         int,
-        Help("maximum concurrent requests, for each engine and data-parallel attention copy", ge=1),
+        Help("maximum concurrent requests, for each engine and attention group", ge=1),
     ] = 128
     max_num_batched_tokens: Annotated[
         int,
-        Help("maximum tokens in a step, for each engine and data-parallel attention copy", ge=1),
+        Help("maximum tokens in a step, for each engine and attention group", ge=1),
     ] = 2048
     max_queue: Annotated[int, Help("maximum waiting requests; further ones get a 429", ge=1)] = 1024
     grammar_timeout: Annotated[
@@ -238,8 +238,8 @@ class EngineConfig:
         return self.block_size * self.cp
 
     @property
-    def copies(self) -> int:
-        """Data-parallel attention size. Each copy has its own requests and KV cache."""
+    def attention_groups(self) -> int:
+        """Data-parallel attention groups. Each has its own requests and KV cache."""
         return max(1, self.ep // (self.tp * self.cp))
 
 

@@ -240,7 +240,7 @@ def serve(
         try:
             model = executor.model
             scheduler = DpAttentionScheduler(
-                [_scheduler(config, model) for _ in range(config.copies)]
+                [_scheduler(config, model) for _ in range(config.attention_groups)]
             )
             if own_process:
                 child_process.settle_garbage_collector()
@@ -315,7 +315,7 @@ def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> Engine
         hidden_size=model.hidden_size,
         block_size=config.cache_block,
         num_blocks=model.num_blocks,
-        max_num_seqs=config.copies * config.max_num_seqs,
+        max_num_seqs=config.attention_groups * config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         dtype=model.dtype,
         load_seconds=load_seconds,

@@ -38,7 +38,7 @@ class InProcessExecutor:
         self._readback = ThreadPoolExecutor(1, thread_name_prefix="weft-readback")
 
     def submit(self, step: Step) -> Future[Result]:
-        """See `Executor.submit`. The step has the input of one attention copy."""
+        """See `Executor.submit`. The step has the input of one attention group."""
         (batch,) = step
         assert batch is not None
         runner = self._runner

@@ -54,7 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Loaded model's properties, for the engine.
 
     Attributes:
-        num_blocks: number of KV cache blocks for each attention copy.
+        num_blocks: number of KV cache blocks for each attention group.
         dtype: compute type.
     """
 

@@ -127,17 +127,18 @@ class LocalNode:
         self._ranks: list[_Rank] = []
         try:
             stage_size = world_size // config.pp
+            group_size = stage_size // config.attention_groups
             devices = devices or [(index,) for index in range(len(ranks))]
             for number, own in zip(ranks, devices, strict=True):
-                copy, rank_in_copy = divmod(number % stage_size, stage_size // config.copies)
+                group, rank_in_group = divmod(number % stage_size, group_size)
                 in_last_stage = number >= world_size - stage_size
                 orders = RankOrders(
                     config,
                     load_model,
                     number,
                     world_size,
-                    copy=copy,
-                    sends_output=rank_in_copy == 0 and in_last_stage,
+                    group=group,
+                    sends_output=rank_in_group == 0 and in_last_stage,
                     first_on_node=ranks[0],
                     ranks_on_node=len(ranks),
                     rendezvous_host=rendezvous_host,

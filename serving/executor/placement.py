@@ -10,7 +10,7 @@ for a virtual slice and gets its own devices, chosen to suit the communication b
 
 An island is a set of devices with fast links between them: a node's GPUs (NVLink), or its CPU
 cores. Ranks that communicate most have neighbouring numbers (models/spec/layout.py), and islands
-are filled in rank order. A model has nested units: an engine, a stage, an attention copy, and
+are filled in rank order. A model has nested units: an engine, a stage, an attention group, and
 the ranks that share a KV head. The mapping chooses the largest kind of unit that fits on single
 islands everywhere, and never splits such a unit.
 

@@ -33,7 +33,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """First rank of an attention copy -> controller: the copy's output for one step."""
+    """First rank of an attention group -> controller: the group's output for one step."""
 
     output: StepOutput | None
 
@@ -112,14 +112,14 @@ def decode_rank_message(data: bytes) -> FromRank:
 
 
 def encode_step(step: Step) -> bytes:
-    """Encode a step for all ranks, with the batch sizes of all attention copies."""
+    """Encode a step for all ranks, with the batch sizes of all attention groups."""
     inputs = [batch or NOTHING for batch in step]
     if len(step) > 1:
         sizes = tuple(batch.size for batch in inputs)
-        inputs = [replace(batch, copies=sizes) for batch in inputs]
+        inputs = [replace(batch, group_sizes=sizes) for batch in inputs]
     return encoder.encode([pack(batch) for batch in inputs])
 
 
-def decode_step(data: bytes | memoryview, copy: int) -> StepInput:
-    """Decode the input for one attention copy and skip the others."""
-    return unpack(step_decoder.decode(parts_decoder.decode(data)[copy]))
+def decode_step(data: bytes | memoryview, group: int) -> StepInput:
+    """Decode the input for one attention group and skip the others."""
+    return unpack(step_decoder.decode(parts_decoder.decode(data)[group]))

@@ -3,7 +3,7 @@
 node.py starts the process (`python -m weft.serving.executor.rank_process`, see child_process.py).
 One byte on the rank's socket announces each step, in order. On the same socket the rank reports
 that it is loaded and why it ends. In the last pipeline stage, the first rank in each attention
-copy also reports each output.
+group also reports each output.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         config: settings of the engine.
         load_model: "module:function" that loads this rank's part of the model.
         rank, world_size: number of this rank, and number of ranks.
-        copy: index of this rank's attention copy.
-        sends_output: whether this rank sends the output of its copy's steps.
+        group: index of this rank's attention group.
+        sends_output: whether this rank sends the output of its group's steps.
         first_on_node, ranks_on_node: first rank of this node, and number of ranks on it.
         rendezvous_host, address: addresses of rank 0's node and of this node; see RankContext.
         devices: see RankContext.
@@ -65,7 +65,7 @@ class RankOrders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_model: str
     rank: int
     world_size: int
-    copy: int
+    group: int
     sends_output: bool
     first_on_node: int
     ranks_on_node: int
@@ -159,7 +159,7 @@ def _run(runner: ModelRunner, orders: RankOrders, ring: StepRing, channel: socke
         while channel.recv(1):
             step += 1
             ring.begun[column] = ring.done[column] + 1
-            batch = decode_step(ring.read(step), orders.copy)
+            batch = decode_step(ring.read(step), orders.group)
             if dispatch is None:
                 finish(step, batch, partial(runner.step, batch))
                 continue

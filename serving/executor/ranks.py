@@ -5,7 +5,7 @@
                                           └────► rank 2 ─┘
                     pending n ◄──────────── socket ◄── one rank: the output of step n
 
-With data-parallel attention, the first rank in each attention copy sends an output, and the last
+With data-parallel attention, the first rank in each attention group sends an output, and the last
 output completes the step. With pipeline stages, only the last stage sends outputs. The engine's
 thread reads these messages itself while it waits for a step: a handover from a reader thread would
 take longer than the reading.
@@ -99,8 +99,10 @@ class RankExecutor:
         self._stages = config.pp
         self.failure: WeftError | None = None
         self._pending: deque[_Pending] = deque()
-        # Outputs by attention copy, for steps not finished by all copies.
-        self._outputs: list[deque[StepOutput | None]] = [deque() for _ in range(config.copies)]
+        # Outputs by attention group, for steps not finished by all groups.
+        self._outputs: list[deque[StepOutput | None]] = [
+            deque() for _ in range(config.attention_groups)
+        ]
         self._step = 0
         self._loaded = self._is_stuck = False
         patience = config.stall_timeout * STUCK_FRACTION
@@ -199,7 +201,7 @@ class RankExecutor:
         return any_came
 
     def _collect_output(self, rank: int, output: StepOutput | None) -> None:
-        """Store an attention copy's output; finish the oldest step once all copies have sent it."""
+        """Store an attention group's output; finish the oldest step when it is complete."""
         stage_size = self._num_ranks // self._stages
         self._outputs[rank % stage_size * len(self._outputs) // stage_size].append(output)
         if all(self._outputs):
@@ -311,7 +313,7 @@ class RankExecutor:
         number = min(range(self._num_ranks), key=progress)
         first = number // stage_size * stage_size
         stage = slice(first, first + stage_size)
-        # Different attention copies share only the exchanges among all ranks.
+        # Different attention groups share only the exchanges among all ranks.
         at = rounds if rounds[number] < max(rounds[stage]) else exchanges
         return EngineError(
             f"{self._node_of(number).name(number)} is "
@@ -366,7 +368,7 @@ class ProcessExecutor(RankExecutor):
         config: settings of the engine.
         load_model: `loading.load_model` or a replacement. The rank processes import it by its
             module and name.
-        world_size: number of ranks; a multiple of config.copies.
+        world_size: number of ranks; a multiple of config.attention_groups.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def together(copies: int, own: int, decodes: int = DECODES) -> Iterator[StepInpu
     for number in range(len(made[0]) + copies - 1):
         at = [(inputs, number - copy) for copy, inputs in enumerate(made)]
         inputs = [some[i] if 0 <= i < len(some) else NOTHING for some, i in at]
-        yield structs.replace(inputs[own], copies=tuple(one.size for one in inputs))
+        yield structs.replace(inputs[own], group_sizes=tuple(one.size for one in inputs))
 
 
 def generate(

@@ -69,7 +69,7 @@ def pids(executor: ProcessExecutor) -> list[int]:
 
 
 def steps_of(pending: Pending) -> list[int | None]:
-    """Return the step number in each attention copy's output."""
+    """Return the step number in each attention group's output."""
     return [output and output.step for output in pending.result(10)]
 
 
@@ -137,7 +137,7 @@ def test_a_rank_that_dies_before_its_first_step_is_named(tmp_path: Path) -> None
 
 
 COPIES = {"tp": 2, "ep": 4}
-"""Four ranks: two attention copies with two ranks each."""
+"""Four ranks: two attention groups with two ranks each."""
 
 
 def test_copies_of_attention_have_inputs_of_their_own(tmp_path: Path) -> None:
