@@ -65,7 +65,7 @@ def flame(options: argparse.Namespace) -> int:
     """Run the same without `--flame` under py-spy; returns its exit status."""
     py_spy = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if py_spy is None:
-        sys.exit("--flame needs py-spy: pip install 'weft[bench]'")
+        sys.exit("--flame needs py-spy: pip install py-spy")
     options.flame.parent.mkdir(parents=True, exist_ok=True)
     again = [sys.executable, __file__, *options.parts]
     again += ["--repetitions", str(options.repetitions), "--seconds", str(options.seconds)]

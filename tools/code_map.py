@@ -50,9 +50,9 @@ def modules(root: Path = ROOT) -> Iterator[Path]:
 
 
 def first_line(source: str) -> str:
-    """The first line of a module's docstring, without its full stop."""
+    """The first line of a module's docstring, without its last mark."""
     text = ast.get_docstring(ast.parse(source)) or ""
-    return text.partition("\n")[0].removesuffix(".")
+    return text.partition("\n")[0].rstrip(".:")
 
 
 def section(path: Path) -> str:

@@ -31,7 +31,7 @@ from weft.kernels.symmetric.memory import (
     number_of_home,
 )
 
-PACKAGES = "pip install 'weft[cuda]' brings nvshmem4py and NVIDIA's library"
+PACKAGES = "pip install 'nvshmem4py-cu13>=0.4' brings nvshmem4py and NVIDIA's library"
 
 
 class NvshmemHome(Home):

@@ -1,5 +1,4 @@
-"""Draws one token from each row of logits: the algorithm in models/torch/draw.py, for a whole
-batch.
+"""Draws one token from each row of logits, with the algorithm of models/torch/draw.py.
 
 Temperature, top-k, top-p and min-p shape the distribution, in this order. Then one uniform number
 picks a token by inverse CDF, in vocabulary order. Weights are integers: exp2 rounded down to a

@@ -66,11 +66,6 @@ class WeightSpec:
         return self.shape[1:] if self.is_per_expert else self.shape
 
     @property
-    def tensor_size(self) -> int:
-        """Elements in one such tensor."""
-        return math.prod(self.tensor_shape)
-
-    @property
     def size(self) -> int:
         """Element count."""
         return math.prod(self.shape)

@@ -76,7 +76,6 @@ class Attention:
         self._group = group = load.groups.tensor
         self._context = load.groups.context
         self._heads = model.num_heads
-        self._head_dim = model.head_dim
         self._window = spec.sliding_window
         self._scale = model.head_dim**-0.5
         self._norm = norm

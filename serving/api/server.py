@@ -56,7 +56,10 @@ def serve(
         EngineError: the engine has failed.
     """
     if server_config.otlp_endpoint is not None and find_spec("opentelemetry.exporter") is None:
-        raise ConfigError("--otlp-endpoint needs OpenTelemetry: pip install 'weft[otel]'")
+        raise ConfigError(
+            "--otlp-endpoint needs OpenTelemetry: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http"
+        )
     listener = _bind(server_config)
     with contextlib.closing(listener):
         keys, tls = Keyring(server_config), tls_context(server_config)

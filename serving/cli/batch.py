@@ -1,4 +1,4 @@
-"""`weft batch`: each row of input files answered once, by an engine in this process.
+"""`weft batch`: each row of input files answered once, by an engine of its own.
 
 `--resume` continues an interrupted run only if the result would be the same: same input contents,
 model, seed and order.

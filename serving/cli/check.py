@@ -121,7 +121,7 @@ def check_timeline(op: str, output: Path, world_size: int) -> int:
 @_TARGET
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
 def check_tpu(only: tuple[str, ...], target: tuple[str, ...], as_json: bool) -> int:
-    """Run every TPU op on 2, 4 and 8 interpreted devices, and compile it for real TPUs.
+    """Run every TPU op on 1 to 8 interpreted devices, and compile it for real TPUs.
 
     The interpreter finds wrong numbers, races, deadlocks, signals without a wait, and access to
     devices that are not ready. The compilers for v5e:2x4, v5p:2x2x1, v6e:2x4 and tpu7x:2x2x1 find
@@ -219,7 +219,7 @@ def tpu(ops: Sequence[str], topologies: Sequence[str], *, as_json: bool) -> int:
         ConfigError: an op or a topology does not exist, or jax is not installed.
     """
     if importlib.util.find_spec("jax") is None or importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("weft check tpu needs jax and libtpu: pip install 'weft[tpu]'")
+        raise ConfigError("weft check tpu needs jax and libtpu: pip install 'jax[tpu]>=0.10'")
     os.environ["JAX_PLATFORMS"] = "cpu"
     from weft.kernels.check.tpu.cases import INTERPRETED, TOPOLOGIES, compiled
     from weft.kernels.check.tpu.process import Workers

@@ -88,7 +88,7 @@ class EngineConfig:
     dp: Annotated[
         int,
         Help(
-            "number of engines (replicas), each with its own ranks; they share the requests",
+            "number of engines, each with its own ranks and a whole model; they share the requests",
             ge=1,
             le=MAX_RANKS,
         ),
@@ -123,13 +123,13 @@ class EngineConfig:
     )
     nodes: Annotated[
         int,
-        Help("number of machines; run weft join on the other ones", ge=1, le=MAX_RANKS),
+        Help("number of nodes (machines); run weft join on the other ones", ge=1, le=MAX_RANKS),
     ] = 1
     devices: Annotated[
         str | None,
         Help(
-            "devices for each engine: 8 (any), 2x4 (two islands with four each), 4+1, "
-            "nvlink:8; else all --nodes are used"
+            "devices for each engine: 8 (any), 2x4 (four on each of two nodes or "
+            "NVLink domains), 4+1, nvlink:8; else all --nodes are used"
         ),
     ] = None
     node_address: Annotated[
@@ -189,7 +189,7 @@ class EngineConfig:
     stall_timeout: Annotated[
         float,
         Help(
-            "report the engine as stuck after this many seconds without a step while it has work",
+            "the engine fails if it has work but finishes no step for this many seconds",
             gt=0,
         ),
     ] = 60.0

@@ -3,7 +3,7 @@
     spawn ──► load ──────► serve ──────► close
               "loading"    "ready"       "dead", or "stalled" before
 
-A client passes through these states once; engine.py replaces it by a new one. Nothing waits
+A client passes through these states once; supervisor.py replaces it by a new one. Nothing waits
 forever: if the core ends, fails or is stuck, each of its streams ends with an EngineError.
 """
 

@@ -1,5 +1,6 @@
-"""The worker process for interpreting or compiling kernels: one job per line in, one outcome per
-line out.
+"""The worker process for interpreting or compiling kernels.
+
+Each line on stdin is a job, and each line on stdout is its outcome:
 
     {"case": "all_gather x=4", "mode": "eager"}            interpret it, against its oracle
     {"case": "all_gather x=4", "topology": "v5e:2x4"}      compile it for that topology

@@ -401,7 +401,7 @@ def all_gather_grouped_matmul(
         topology: links between ranks: with `mesh` all shards are sent at once.
         ranks_per_node: number of consecutive ranks with fast links; all if 0.
         blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned values for this device,
-            world size, shape and dtype; if there are none, the cost model's choice: tune.py.
+            world size, shape and dtype; if there are none, the cost model's choice (tuning/).
         warps, stages: compile options of the product; if 0, chosen like blocks.
         programs: number of programs in the product; if 0, all processors of the device but one.
         senders: number of copying programs; if 0, chosen like blocks, or one per part and peer.

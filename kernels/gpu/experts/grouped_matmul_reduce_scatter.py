@@ -335,7 +335,7 @@ def grouped_matmul_reduce_scatter(
             workspace's dtype.
         ranks_per_node: number of consecutive ranks with fast links; all if 0.
         blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned values for this device,
-            world size, shape and dtype; if there are none, the cost model's choice: tune.py.
+            world size, shape and dtype; if there are none, the cost model's choice (tuning/).
         warps, stages: compile options of the product; if 0, chosen like blocks.
         programs: number of programs in the product; if 0, all processors that do not send.
         senders: number of programs that add and send; if 0, chosen like blocks, or SENDERS.

@@ -1,5 +1,6 @@
-"""Checks of an op's arguments before anything is launched. Messages name op, argument, value,
-limit.
+"""Checks of an op's arguments before anything is launched.
+
+Messages name the op, the argument, its value and the limit.
 
 A check takes a function `check` that raises. Ops of several ranks get theirs from
 `workspace.agreed`, so that an argument refused on one rank is an error on all ranks.

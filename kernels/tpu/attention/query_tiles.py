@@ -263,12 +263,6 @@ def column_to_row(column: jax.Array) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def row_to_column(row: jax.Array, rows: int) -> jax.Array:
-    """Transpose one register back: [1, LANES] to [rows, 1]; rows <= LANES."""
-    spread = jnp.broadcast_to(row, (rows, LANES))
-    return jnp.sum(jnp.where(_diagonal(rows), spread, 0), axis=1, keepdims=True)
-
-
 def _diagonal(rows: int) -> jax.Array:
     shape = (rows, LANES)
     return lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)

@@ -59,6 +59,8 @@ class AccessLog:
             # The declared path, such as /v1/models/{model}, because clients can invent others.
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.count_http(route, scope["method"], context.status, context.error)
+            # An answer without a reason was refused before it ran, for example by a full queue.
+            context.answers = [answer for answer in context.answers if answer.reason]
             if self._log:
                 _write_line(scope, context)
             if self._tracer is not None and route not in _NOT_TRACED:

@@ -61,7 +61,8 @@ results = option("Results")
     "--count",
     type=POSITIVE,
     metavar="N",
-    help="conversations per run; else four per user, or 60 s at a rate, at least 16",
+    help="conversations per run [default: 4 per user with --users, 60 seconds of arrivals with "
+    "--rate; at least 16]",
 )
 @load(
     "--warm-up",
@@ -154,6 +155,6 @@ def bench(**options: Any) -> int:
     try:
         from weft.serving.cli.bench.run import main
     except ModuleNotFoundError as error:
-        raise ConfigError(f"weft bench needs {error.name}: pip install 'weft[bench]'") from None
+        raise ConfigError(f"weft bench needs {error.name}: pip install {error.name}") from None
 
     return main(**options)

@@ -210,7 +210,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in PICTURES:
         raise ConfigError(f"--plot is {path}; its name must end in {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'weft[bench]'")
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
     check_file(path, "--plot")
 
 

@@ -151,7 +151,7 @@ def _connect() -> None:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError("--executor ray needs Ray: pip install 'weft[ray]'") from None
+        raise ConfigError("--executor ray needs Ray: pip install 'ray>=2.50'") from None
     try:
         ray.init(address="auto", logging_level="ERROR")
     except ConnectionError:

@@ -188,8 +188,8 @@ def test_a_signal_while_loading_ends_it(tmp_path: Path) -> None:
         assert server.process.wait(timeout=60) == 0
 
 
-# `weft serve` as cli.py calls it, whose HTTP server is imported once there is a line on stdin. argv
-# is the model and the loader's name.
+# `weft serve` as serve.py calls it, whose HTTP server is imported once there is a line on stdin.
+# argv is the model and the loader's name.
 _HTTP_WAITS = """
 import sys
 from weft.errors import WeftError

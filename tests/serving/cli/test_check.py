@@ -148,7 +148,7 @@ def test_without_jax_tpu_says_what_to_install(run: Run) -> None:
     done = run("tpu", before="sys.modules['jax'] = None")
     assert done.returncode == 2
     assert done.stderr == (
-        "weft: error: weft check tpu needs jax and libtpu: pip install 'weft[tpu]'\n"
+        "weft: error: weft check tpu needs jax and libtpu: pip install 'jax[tpu]>=0.10'\n"
     )
 
 

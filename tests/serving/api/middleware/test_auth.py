@@ -539,7 +539,7 @@ def test_a_client_that_reads_slowly_is_served(hasty: Server) -> None:
 
 
 def test_a_full_queue_tells_when_to_come_again(mock: Server) -> None:
-    """Each client that is turned away is told of a later time; see test_pace.py for the rate."""
+    """Each refused client gets a later time; see test_retry_after.py for the rate."""
     with contextlib.ExitStack() as asked:
         for _ in range(12):
             asked.enter_context(mock.ask(LONG))

@@ -87,9 +87,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Seen
     settings = {"log_format": "json", "log_requests": True, "otlp_endpoint": collector.url}
     model = write_byte_level(path / "mock")
     with start_server(
-        model, path, loader=SLOW_MOCK, api_key_file=str(keys), max_model_len=256, **settings
+        *(model, path),
+        loader=SLOW_MOCK,
+        api_key_file=str(keys),
+        max_model_len=256,
+        max_num_seqs=4,
+        max_queue=4,
+        **settings,
     ) as server:
-        ids = {name: ask(server, name) for name in ("good", "bad", "streamed", "traced", "several")}
+        kinds = ("good", "bad", "full", "streamed", "traced", "several")
+        ids = {kind: ask(server, kind) for kind in kinds}
         server.http.get("/v1/models")  # without a key
         server.http.get("/ready")
     return Seen([json.loads(line) for line in server.log.read_text().splitlines()], ids)
@@ -102,6 +109,8 @@ def ask(server: Server, what: str) -> str:
     match what:
         case "bad":
             body["n"] = 0
+        case "full":
+            body["n"] = 32
         case "streamed":
             body["stream"] = True
             headers["x-request-id"] = "my-own"
@@ -111,7 +120,7 @@ def ask(server: Server, what: str) -> str:
             body["n"] = 3
             headers["traceparent"] = f"00-{TRACE}-{PARENT}-00"  # the client does not record it
     response = server.http.post("/v1/completions", json=body, headers=headers)
-    assert response.status_code == (400 if what == "bad" else 200)
+    assert response.status_code == {"bad": 400, "full": 429}.get(what, 200)
     return response.headers["x-request-id"]
 
 
@@ -203,6 +212,19 @@ def test_a_refused_request_is_a_span_without_phases(seen: Seen, collector: Colle
     span, phases = spans_of(collector, seen.ids["bad"])
     assert attributes(span)["error.type"] == "invalid_request_error"
     assert not phases
+
+
+def test_a_full_queue_leaves_no_phases_of_answers_that_never_ran(
+    seen: Seen, collector: Collector
+) -> None:
+    span, phases = spans_of(collector, seen.ids["full"])
+    assert attributes(span)["error.type"] == "queue_full"
+    assert len({attributes(phase)["weft.answer"] for phase in phases}) < 32
+    assert all(span.start_time_unix_nano <= each.start_time_unix_nano for each in phases)
+    assert all(each.start_time_unix_nano <= each.end_time_unix_nano for each in phases)
+    lines = [line for line in seen.log if line.get("request_id") == seen.ids["full"]]
+    (reasons,) = [line["finish_reasons"] for line in lines if "finish_reasons" in line]
+    assert "" not in reasons
 
 
 def test_prompts_are_logged_when_asked_for_and_no_collector_is_no_fault(tmp_path: Path) -> None:

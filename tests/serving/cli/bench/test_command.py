@@ -183,9 +183,9 @@ def test_what_cannot_work_is_one_line_and_exits_2(tmp_path: Path) -> None:
 
 def test_missing_libraries_are_named_with_the_remedy(run: Run) -> None:
     done = run(before="sys.modules['aiohttp'] = None")
-    assert error_of(done) == "weft bench needs aiohttp: pip install 'weft[bench]'"
+    assert error_of(done) == "weft bench needs aiohttp: pip install aiohttp"
     done = run("--plot", "a.png", before="sys.modules['matplotlib'] = None")
-    assert error_of(done) == "--plot needs matplotlib: pip install 'weft[bench]'"
+    assert error_of(done) == "--plot needs matplotlib: pip install matplotlib"
 
 
 def test_models_that_the_server_does_not_have(run: Run, server: Server) -> None:
