@@ -16,6 +16,9 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --const
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PYTEST  := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
+# Without bytecode, each of the many processes that tests start would compile weft's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-slow test-clients test-oldest check lint types format code-map wheel bench-peers clean

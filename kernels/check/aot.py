@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from msgspec.structs import replace
@@ -44,6 +44,9 @@ from weft.kernels.symmetric.nvshmem import bitcode
 
 if TYPE_CHECKING:
     from weft.kernels.check.ops.op import Op, Sizes
+
+Extent: TypeAlias = Literal["quick", "some", "all"]
+"""How many calls of an op are compiled: see `cases`."""
 
 TENSOR_CORES = {
     "sm_80": r"\bmma\.sync",
@@ -139,14 +142,14 @@ def compile_all(
     targets: Sequence[str] = tuple(TENSOR_CORES),
     ops: Sequence[str] = (),
     *,
-    everything: bool = False,
+    extent: Extent = "some",
 ) -> Iterator[Compiled]:
     """Compile every kernel of the ops for every target. Targets are compiled in parallel.
 
     Args:
         targets: keys in TENSOR_CORES.
         ops: names of ops; all ops if empty.
-        everything: compile each tile that tuning may choose, and not only some tiles.
+        extent: see `cases`.
 
     Yields:
         Each result as soon as it is ready; results for different targets are interleaved.
@@ -161,7 +164,7 @@ def compile_all(
     came: SimpleQueue[Compiled | BaseException | None] = SimpleQueue()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for target in targets:
-            pool.submit(_in_process, target, ops, everything, came)
+            pool.submit(_in_process, target, ops, extent, came)
         running = len(targets)
         while running:
             row = came.get()
@@ -177,14 +180,13 @@ def compile_all(
 def _in_process(
     target: str,
     ops: Sequence[str],
-    everything: bool,
+    extent: Extent,
     came: SimpleQueue[Compiled | BaseException | None],
 ) -> None:
     """Compile in a process; put its results into the queue, then None or an error."""
     try:
         # -P: the current folder may contain another `weft` than the installed one.
-        command = [sys.executable, "-P", "-m", "weft.kernels.check.aot", target]
-        command += [*(["--all"] if everything else []), *ops]
+        command = [sys.executable, "-P", "-m", "weft.kernels.check.aot", target, extent, *ops]
         row = None
         with (
             tempfile.TemporaryFile("w+") as errors,
@@ -229,12 +231,21 @@ class Case:
         )
 
 
-def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
-    """Choose the calls of an op to compile. Their sizes cover the compiler's variants."""
+def cases(op: Op, target: str, extent: Extent = "some") -> Iterator[Case]:
+    """Choose the calls of an op to compile.
+
+    Args:
+        op: to call.
+        target: to compile for.
+        extent: "quick" for one call; "some" for sizes that cover the compiler's variants, and some
+            tiles; "all" for these sizes and every tile that tuning may choose.
+    """
     from weft.kernels.check.ops.op import Sizes
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     yield Case(3, Sizes(8, 128, 256, 256, bf16))
+    if extent == "quick":
+        return
     yield Case(0, Sizes(2, 1, 256, 256, fp16))  # decode; Triton makes 1 a constant
     yield Case(1, Sizes(2, 100, 200, 136, fp16 if op.tiled else fp32))  # no tile divides any size
     tile = (16, 16, 32)
@@ -244,7 +255,7 @@ def cases(op: Op, target: str, *, everything: bool = False) -> Iterator[Case]:
         yield Case(3, Sizes(8, *PREFILL, bf16))
         yield Case(3, Sizes(8, *DECODE, bf16))
         yield from _tuned_cases(op, target)
-        yield from _tiled_cases(op, target, everything=everything)
+        yield from _tiled_cases(op, target, everything=extent == "all")
 
 
 def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
@@ -394,7 +405,7 @@ def compiling(target: str) -> Iterator[list[Launch]]:
 
 
 def compile_ops(
-    target: str, names: Sequence[str] = (), *, everything: bool = False
+    target: str, names: Sequence[str] = (), extent: Extent = "some"
 ) -> Iterator[Compiled]:
     """Compile each kernel of the named ops once. An empty list means all ops.
 
@@ -410,7 +421,7 @@ def compile_ops(
             continue
         if op.far and not names and not has_bitcode(target):
             continue
-        for case in cases(op, target, everything=everything):
+        for case in cases(op, target, extent):
             for launch in launches_of(op, target, case):
                 if not any(launch.result is other for other in seen):
                     seen.append(launch.result)
@@ -493,12 +504,11 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
     )
 
 
-def main(target: str, *arguments: str) -> None:
+def main(target: str, extent: Extent, *ops: str) -> None:
     """Compile for one target, and print a line of JSON for each kernel."""
-    ops = [argument for argument in arguments if argument != "--all"]
-    for row in compile_ops(target, ops, everything="--all" in arguments):
+    for row in compile_ops(target, ops, extent):
         print(json.dumps(asdict(row)), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

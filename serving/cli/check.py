@@ -20,7 +20,7 @@ import click
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.kernels.check.aot import Compiled
+    from weft.kernels.check.aot import Compiled, Extent
     from weft.kernels.check.suite import Outcome
 
 Item = TypeVar("Item")
@@ -74,10 +74,11 @@ def check_kernels(only: tuple[str, ...], world_size: str, seeds: str, as_json: b
 @check.command("aot")
 @_TARGET
 @_ONLY
-@click.option("--all", "everything", is_flag=True, help="every tile that tuning may choose: hours")
+@click.option("--quick", "extent", flag_value="quick", help="one call of each op: a minute")
+@click.option("--all", "extent", flag_value="all", help="every tile that tuning may choose: hours")
 @click.option("--json", "as_json", is_flag=True, help="write JSON, with each kernel's constants")
 def check_aot(
-    target: tuple[str, ...], only: tuple[str, ...], everything: bool, as_json: bool
+    target: tuple[str, ...], only: tuple[str, ...], extent: Extent | None, as_json: bool
 ) -> int:
     """Compile every kernel for its GPUs: sm_80, sm_90, sm_100 and gfx942.
 
@@ -88,7 +89,7 @@ def check_aot(
     weft check aot
     weft check aot --target sm_90 --only matmul_reduce_scatter --json
     """
-    return aot(target, only, everything=everything, as_json=as_json)
+    return aot(target, only, extent or "some", as_json=as_json)
 
 
 @check.command("timeline")
@@ -158,11 +159,11 @@ def kernels(ops: Sequence[str], world_sizes: str, seeds: str, *, as_json: bool) 
     return int(any(outcome.findings for outcome in outcomes))
 
 
-def aot(targets: Sequence[str], ops: Sequence[str], *, everything: bool, as_json: bool) -> int:
+def aot(targets: Sequence[str], ops: Sequence[str], extent: Extent, *, as_json: bool) -> int:
     """Compile every kernel for the targets; none means all.
 
     Args:
-        everything: also compile every tile that tuning may choose.
+        extent: number of calls for each op: see `aot.cases`.
 
     Raises:
         ConfigError: a target or an op does not exist, or Triton is not installed.
@@ -174,7 +175,7 @@ def aot(targets: Sequence[str], ops: Sequence[str], *, everything: bool, as_json
 
     named(ops)
     targets = targets or tuple(TENSOR_CORES)
-    rows = list(_progress("kernels", compile_all(targets, ops, everything=everything)))
+    rows = list(_progress("kernels", compile_all(targets, ops, extent=extent)))
     rows.sort(key=lambda row: targets.index(row.target))
     if as_json:
         print(json.dumps([asdict(row) | {"problems": row.problems} for row in rows], indent=2))

@@ -36,12 +36,8 @@ def servers() -> set[int]:
 
 
 def test_every_case_of_the_chosen_parts_has_its_row() -> None:
-    rows = measured("kv_cache", "scheduler", "detokenizer")
-    assert list(dict.fromkeys(row["part"] for row in rows)) == [
-        "kv_cache",
-        "scheduler",
-        "detokenizer",
-    ]
+    rows = measured("kv_cache", "detokenizer")
+    assert list(dict.fromkeys(row["part"] for row in rows)) == ["kv_cache", "detokenizer"]
     assert len({(row["part"], row["case"]) for row in rows}) == len(rows)
     for row in rows:
         assert len(row["values"]) == 2
@@ -77,9 +73,10 @@ def test_goals_are_reached_from_their_own_side(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_flame_graph_shows_what_was_measured(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "flame.svg"
-    done = run("scheduler", "--repetitions=1", "--seconds=0.5", f"--flame={picture}")
+    done = run("scheduler", "--repetitions=1", "--seconds=0.3", f"--flame={picture}")
     assert done.returncode == 0, done.stderr
     assert "256 decodes" in done.stdout
+    assert "at most 200" in done.stdout
     text = picture.read_text()
     assert text.rstrip().endswith("</svg>")
     assert "_take_tokens" in text

@@ -56,9 +56,9 @@ async def test_requests_that_never_end_are_counted(monkeypatch: pytest.MonkeyPat
 async def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     """Too short for the slope of its memory to say anything."""
     model = make_checkpoint(tmp_path / "tiny", "llama")
-    report = await soak(20 / 60, [str(model), "--threads=1", "--kv-cache-memory=4M"])
+    report = await soak(12 / 60, [str(model), "--threads=1", "--kv-cache-memory=4M"])
     assert not report.unexpected
     assert (report.leaked_requests, report.leaked_blocks, report.leaked_files) == (0, 0, 0)
     assert {"200", "400", "gone"} <= report.statuses.keys()  # 404 by chance
-    assert report.probes > 10
+    assert report.probes > 5
     assert "KV cache left    0.00%" in str(report)

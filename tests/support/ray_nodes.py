@@ -31,6 +31,8 @@ class RayNode:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments),
             *("--node-ip-address=127.0.0.1", f"--num-cpus={cluster.cpus}"),
             f"--object-store-memory={STORE}",
+            # Ports that the system chooses: Ray's own, 10002 to 19999, may hold the cluster's.
+            *("--min-worker-port=0", "--max-worker-port=0"),
         ]
         with log.open("wb") as out:
             self.process = subprocess.Popen(

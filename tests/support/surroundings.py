@@ -12,12 +12,13 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 
 OPEN_FILES = 4096  # soft limit: tests hold servers, sockets and pipes in one process
 
 # Child processes find their modules by these. All other PYTHON... variables are removed.
-_PYTHON = {"PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE"}
+_PYTHON = {"PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED"}
 _REMOVED = re.compile(
     "PYTHON.*|WEFT_.*|LC_.*|LANGUAGE|COLUMNS|LINES|COLORTERM|NO_COLOR|(FORCE|CLICOLOR).*"
     "|TTY_.*|(RAY|OTEL)_.*|.*_(proxy|PROXY)"
@@ -28,6 +29,7 @@ def settle() -> None:
     """Set this process's inherited state, and thereby its children's."""
     _restore_signals()
     _settle_variables()
+    sys.dont_write_bytecode = False  # else each of some hundred processes compiles all modules anew
     os.umask(0o022)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:

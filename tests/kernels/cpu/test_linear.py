@@ -50,7 +50,7 @@ def test_rows_are_padded_to_few_sizes() -> None:
         assert int(x.sum()) == 2 * rows
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_memory_does_not_grow_with_the_numbers_of_rows(dtype: str) -> None:
     """Prompts have any length. Without padding, a layer takes 0.8 MB for each length."""
     program = f"""

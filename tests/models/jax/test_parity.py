@@ -45,7 +45,9 @@ CASES = [
     pytest.param("qwen2", QWEN2 | {"tie_word_embeddings": True}, 1, 1, id="qwen2, window, tied"),
     pytest.param("qwen3", ONE_HEAD | {"head_dim": 24}, 2, 1, id="qwen3, tp 2, one KV head"),
     pytest.param("qwen3_moe", {"mlp_only_layers": [0]}, 4, 2, id="qwen3_moe, tp 4, ep 2"),
-    pytest.param("mixtral", {"sliding_window": 9}, 2, 2, id="mixtral, window, tp 2, ep 2"),
+    pytest.param(
+        *("mixtral", {"sliding_window": 9}, 2, 2), marks=slow, id="mixtral, window, tp 2, ep 2"
+    ),
     # With 128 tokens, the weights travel instead of the tokens.
     pytest.param("llama", BIASES | {"intermediate_size": 52}, 4, 1, id="llama, weights gathered"),
     pytest.param("llama", {}, 1, 1, marks=slow, id="llama"),

@@ -24,7 +24,8 @@ def cases(columns: int) -> list[torch.Tensor]:
     return [plain, plain.bfloat16(), ties, strange]
 
 
-@pytest.mark.parametrize("columns", [9, 1000])  # of 9, the last rank has none
+# Of 9 columns, the last rank has none.
+@pytest.mark.parametrize("columns", [9, pytest.param(1000, marks=pytest.mark.slow)])
 def test_all_ranks_are_told_what_one_would_be(columns: int) -> None:
     with running(4, take_part, columns, cases(columns)) as pipes:
         for whole in cases(columns):

@@ -159,11 +159,10 @@ OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         ("window", Layout(cp=2)),
         ("tied", Layout(pp=2)),
     ],
-    4: [("tied", Layout(tp=2, pp=2))],
 }
 MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
     2: [(model, Layout(tp=2)) for model in ("tied", "odd vocabulary", "mixtral")],
-    4: [("llama", Layout(tp=4)), ("tied", Layout(tp=2, cp=2))],
+    4: [("tied", Layout(tp=2, pp=2)), ("llama", Layout(tp=4)), ("tied", Layout(tp=2, cp=2))],
 }
 
 
@@ -173,7 +172,7 @@ MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         *OVERLAPPED.items(),
         *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE_OVERLAPPED.items()),
     ],
-    ids=["1", "2", "4", "2 more", "4 more"],
+    ids=["1", "2", "2 more", "4 more"],
 )
 def test_overlapped_kernels_give_the_tokens_of_plain_ones(
     size: int, layouts: list[tuple[str, Layout]], interpreted: dict[str, Path]

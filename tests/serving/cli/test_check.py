@@ -25,7 +25,7 @@ table.OPS = (replace(table.OPS[0], function=lambda x, workspace: all_gather(x, w
 PROBLEM = """
 from weft.kernels.check import aot
 row = aot.Compiled("all_gather", "push_chunks", "sm_90", {"WORLD": "8"}, stack=4, spills=4)
-aot.compile_all = lambda targets, ops, everything: iter([row])
+aot.compile_all = lambda targets, ops, extent: iter([row])
 """
 
 

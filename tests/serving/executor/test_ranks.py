@@ -120,7 +120,9 @@ def test_a_rank_that_dies_while_nothing_is_asked_is_noticed(model: Path, tmp_pat
         assert "rank 0 " in server.log.read_text()
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, {"ep": 2}])
+@pytest.mark.parametrize(
+    "split", [{"tp": 2}, pytest.param({"ep": 2}, marks=pytest.mark.slow)], ids=["tp 2", "ep 2"]
+)
 def test_stages_answer_as_one_rank(
     split: dict[str, int], model: Path, expected: list[list[int]]
 ) -> None:
@@ -129,8 +131,12 @@ def test_stages_answer_as_one_rank(
         assert [answer.token_ids for answer in llm.generate(PROMPTS[0], GREEDY)] == expected[:1]
 
 
-@pytest.mark.parametrize("split", [{"ep": 2}, {"tp": 2, "ep": 4}])
-def test_copies_of_attention_answer_as_one_rank(
+@pytest.mark.parametrize(
+    "split",
+    [{"ep": 2}, pytest.param({"tp": 2, "ep": 4}, marks=pytest.mark.slow)],
+    ids=["ep 2", "tp 2, ep 4"],
+)
+def test_attention_groups_answer_as_one_rank(
     split: dict[str, int], model: Path, expected: list[list[int]]
 ) -> None:
     with LLM(model, threads=2, **SIZES, **split) as llm:

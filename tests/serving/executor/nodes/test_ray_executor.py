@@ -153,7 +153,7 @@ def test_layouts_on_two_nodes_answer_as_one_rank(
             assert on_each == [1 + layout.get("tp", 1)] * 2
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"--executor ray needs Ray: pip install 'weft\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"--executor ray needs Ray: pip install 'ray>=2.50'"):
         RayExecutor(EngineConfig(tp=2, nodes=2), load_model)
