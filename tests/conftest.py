@@ -20,8 +20,8 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 settings.register_profile("weft", deadline=None)
 settings.load_profile("weft")
 
-SAMPLE = 3
-"""Of the cases of a test that is marked `sweep`, the default run takes one in so many."""
+SAMPLE = 4
+"""Of the cases of a test that is marked `sweep`, the default run takes every fourth."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before the cases that are slow are left out
