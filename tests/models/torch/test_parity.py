@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from support.ragged import Step, run_ragged
 
 from weft.models.checkpoint.locate import read_spec
@@ -117,7 +117,7 @@ def test_logits_equal_those_of_transformers(case: Case, steps: list[Step]) -> No
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_as_exact_as_transformers(family: str, tmp_path: Any) -> None:
     """Against float32 on the same weights; without ties, it also picks the same tokens."""
     path = make_checkpoint(tmp_path, family, dtype="bfloat16")
