@@ -60,7 +60,7 @@ $(CLIENTS)/.installed:
 	@touch $@
 
 # The oldest releases that pyproject.toml admits; the tools that test are the newest that go with
-# them. CUDA's libraries, some gigabytes, are left out: torch does without them on CPUs.
+# them. CUDA's libraries, some gigabytes, come along: the oldest torch does not import without them.
 OLDEST       := build/oldest
 OLDEST_TOOLS := aiohttp anthropic httpx hypothesis jsonschema openai pytest pytest-asyncio \
   pytest-randomly pytest-timeout pytest-xdist pyyaml
@@ -80,7 +80,7 @@ $(OLDEST)/.installed: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet uv
 	$(@D)/bin/uv pip compile --quiet --python $(@D)/bin/python --resolution lowest-direct \
 	  --extra cuda --extra otel --extra tpu --no-annotate --no-header $< | \
-	  grep -vE '^(cuda|nvidia|nvshmem)' > $(@D)/requirements.txt
+	  grep -vE '^(cuda-(bindings|core|pathfinder|python)|nvshmem)' > $(@D)/requirements.txt
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps \
 	  --requirement $(@D)/requirements.txt
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python \
