@@ -39,6 +39,7 @@ from torch import Tensor
 from weft.errors import ConfigError, WeftError
 from weft.kernels.check.barriers import Signals, count_releases
 from weft.kernels.check.machine_code import read_amd, read_nvidia
+from weft.kernels.gpu import lacks_triton_for_amd
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.nvshmem import bitcode
 
@@ -138,6 +139,12 @@ class Compiled:
         return found
 
 
+def supported_targets() -> tuple[str, ...]:
+    """Return the targets that the installed Triton compiles for: keys in TENSOR_CORES."""
+    amd = not lacks_triton_for_amd()
+    return tuple(target for target in TENSOR_CORES if amd or not target.startswith("gfx"))
+
+
 def compile_all(
     targets: Sequence[str] = tuple(TENSOR_CORES),
     ops: Sequence[str] = (),
@@ -155,12 +162,14 @@ def compile_all(
         Each result as soon as it is ready; results for different targets are interleaved.
 
     Raises:
-        ConfigError: a target is unknown.
+        ConfigError: a target is unknown, or the installed Triton does not compile for it.
         WeftError: the compiler ended its process.
     """
     for target in targets:
         if target not in TENSOR_CORES:
             raise ConfigError(f"target is {target!r}; it must be one of {', '.join(TENSOR_CORES)}")
+        if target not in supported_targets():
+            raise ConfigError(f"target is {target!r}; {lacks_triton_for_amd()}")
     came: SimpleQueue[Compiled | BaseException | None] = SimpleQueue()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for target in targets:

@@ -32,7 +32,7 @@ BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """libtpu's notation for a number of chips on one node."""
 
 FORCE_CPU_DEVICES = "--xla_force_host_platform_device_count"
-INSTALL = "pip install 'jax[tpu]>=0.10'"
+INSTALL = "pip install 'jax[tpu]>=0.10.2'"
 
 logger = logging.getLogger(__name__)
 

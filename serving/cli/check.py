@@ -74,11 +74,11 @@ def check_kernels(only: tuple[str, ...], world_size: str, seeds: str, as_json: b
 @check.command("aot")
 @_TARGET
 @_ONLY
-@click.option("--quick", "extent", flag_value="quick", help="one call of each op: a minute")
-@click.option("--all", "extent", flag_value="all", help="every tile that tuning may choose: hours")
+@click.option("--quick", is_flag=True, help="one call of each op: a minute")
+@click.option("--all", "every", is_flag=True, help="every tile that tuning may choose: hours")
 @click.option("--json", "as_json", is_flag=True, help="write JSON, with each kernel's constants")
 def check_aot(
-    target: tuple[str, ...], only: tuple[str, ...], extent: Extent | None, as_json: bool
+    target: tuple[str, ...], only: tuple[str, ...], quick: bool, every: bool, as_json: bool
 ) -> int:
     """Compile every kernel for its GPUs: sm_80, sm_90, sm_100 and gfx942.
 
@@ -89,7 +89,9 @@ def check_aot(
     weft check aot
     weft check aot --target sm_90 --only matmul_reduce_scatter --json
     """
-    return aot(target, only, extent or "some", as_json=as_json)
+    if quick and every:
+        raise ConfigError("--quick and --all were both given; give one of them")
+    return aot(target, only, "quick" if quick else "all" if every else "some", as_json=as_json)
 
 
 @check.command("timeline")
@@ -160,7 +162,7 @@ def kernels(ops: Sequence[str], world_sizes: str, seeds: str, *, as_json: bool) 
 
 
 def aot(targets: Sequence[str], ops: Sequence[str], extent: Extent, *, as_json: bool) -> int:
-    """Compile every kernel for the targets; none means all.
+    """Compile every kernel for the targets; none means all that the installed Triton knows.
 
     Args:
         extent: number of calls for each op: see `aot.cases`.
@@ -170,11 +172,15 @@ def aot(targets: Sequence[str], ops: Sequence[str], extent: Extent, *, as_json: 
         WeftError: the compiler crashed.
     """
     _interpret()  # only in this process; other processes compile
-    from weft.kernels.check.aot import TENSOR_CORES, compile_all
+    from weft.kernels.check.aot import compile_all, supported_targets
     from weft.kernels.check.ops.table import named
+    from weft.kernels.gpu import lacks_triton_for_amd
 
     named(ops)
-    targets = targets or tuple(TENSOR_CORES)
+    if not targets:
+        targets = supported_targets()
+        if lack := lacks_triton_for_amd():
+            print(f"weft: leaving out gfx942: {lack}", file=sys.stderr)
     rows = list(_progress("kernels", compile_all(targets, ops, extent=extent)))
     rows.sort(key=lambda row: targets.index(row.target))
     if as_json:
@@ -220,7 +226,7 @@ def tpu(ops: Sequence[str], topologies: Sequence[str], *, as_json: bool) -> int:
         ConfigError: an op or a topology does not exist, or jax is not installed.
     """
     if importlib.util.find_spec("jax") is None or importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("weft check tpu needs jax and libtpu: pip install 'jax[tpu]>=0.10'")
+        raise ConfigError("weft check tpu needs jax and libtpu: pip install 'jax[tpu]>=0.10.2'")
     os.environ["JAX_PLATFORMS"] = "cpu"
     from weft.kernels.check.tpu.cases import INTERPRETED, TOPOLOGIES, compiled
     from weft.kernels.check.tpu.process import Workers

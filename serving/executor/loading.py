@@ -273,13 +273,25 @@ def check_ranks(config: EngineConfig) -> None:
         from weft.serving.executor.jax_loading import check_settings
 
         check_settings(config)
-    elif config.kernels == "overlapped" and importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            "--kernels is overlapped; the kernels need triton: pip install 'triton>=3.6'"
-        )
+    elif config.kernels == "overlapped":
+        _require_triton()
     spec = read_spec(locate(config.model))
     overlapped = config.kernels == "overlapped"
     check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
+
+
+def _require_triton() -> None:
+    """Refuse overlapped kernels where Triton is not installed, or too old for the GPUs."""
+    import torch
+
+    from weft.kernels.gpu import lacks_triton_for_amd
+
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "--kernels is overlapped; the kernels need triton: pip install 'triton>=3.6'"
+        )
+    if torch.version.hip and (lack := lacks_triton_for_amd()):
+        raise ConfigError(f"--kernels is overlapped; {lack}")
 
 
 def uses_jax(config: EngineConfig) -> bool:

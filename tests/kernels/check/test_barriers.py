@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -257,9 +258,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Barrier | None, list
 def test_each_barrier_that_is_dropped_is_found(
     barrier: Barrier, found: dict[Barrier | None, list[str]]
 ) -> None:
-    """Also if the compiler would have inserted one itself."""
-    assert found[barrier]
-    assert all("without tl.debug_barrier" in problem for problem in found[barrier])
+    """Also if the compiler would have inserted one itself; Triton 3.6 does not, for a release."""
+    assert any("without tl.debug_barrier" in problem for problem in found[barrier])
+    assert all(re.search("without (tl.debug_|a )barrier", problem) for problem in found[barrier])
 
 
 def test_no_barrier_is_missing(found: dict[Barrier | None, list[str]]) -> None:

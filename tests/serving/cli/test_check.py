@@ -85,6 +85,9 @@ def test_kernels_are_compiled(run: Run) -> None:
     assert int(last[0]) >= len(rows)
     assert header[:5] == ["target", "op", "kernel", "dtype", "tile"]
     push = next(row for row in rows if row[2] == "push_chunks")
+    quick = run("aot", "--quick", "--target", "sm_90", "--only", "all_gather")
+    assert quick.returncode == 0, quick.stderr
+    assert 0 < int(quick.stdout.split()[-4]) < int(last[0])
     assert push[:2] == ["sm_90", "all_gather"]
     assert push[header.index("releases")] == "1"
     assert push[header.index("mma")] == "-"
@@ -119,6 +122,7 @@ USAGE_ERRORS = [
     (["kernels", "--seeds", "9-5"], "--seeds is '9-5'; it must be a count, such as 3, or a range"),
     (["kernels", "--seeds", "0"], "--seeds is '0'; it must be a count, such as 3, or a range"),
     (["aot", "--target", "sm_12"], "target is 'sm_12'; it must be one of sm_80, "),
+    (["aot", "--quick", "--all"], "--quick and --all were both given; give one of them"),
     (["aot", "--only", "gather"], "op is 'gather' (did you mean all_gather?); it must be"),
     (["tpu", "--only", "gather"], "op is 'gather'; it must be one of permute, all_gather, "),
     (["tpu", "--target", "v4"], "target is 'v4'; it must be one of v5e:2x4, "),
@@ -148,7 +152,7 @@ def test_without_jax_tpu_says_what_to_install(run: Run) -> None:
     done = run("tpu", before="sys.modules['jax'] = None")
     assert done.returncode == 2
     assert done.stderr == (
-        "weft: error: weft check tpu needs jax and libtpu: pip install 'jax[tpu]>=0.10'\n"
+        "weft: error: weft check tpu needs jax and libtpu: pip install 'jax[tpu]>=0.10.2'\n"
     )
 
 

@@ -20,6 +20,7 @@ from weft.serving.executor.loading import (
     RankContext,
     SlowRunner,
     _threads,
+    check_ranks,
     load_model,
     show_progress,
 )
@@ -134,3 +135,17 @@ def test_ranks_share_the_threads() -> None:
     cores = len(os.sched_getaffinity(0))
     assert [_threads(threads, 1) for threads in (None, 5)] == [None, 5]
     assert [_threads(threads, 2) for threads in (None, 5, 1)] == [max(1, cores // 2), 2, 1]
+
+
+def test_overlapped_kernels_on_amd_need_a_newer_triton(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    monkeypatch.setattr("triton.__version__", "3.7.1")
+    with pytest.raises(ConfigError) as caught:
+        check_ranks(replace(config, kernels="overlapped"))
+    assert str(caught.value) == (
+        "--kernels is overlapped; AMD's GPUs need Triton 3.8 or newer; 3.7.1 is installed"
+    )
+    monkeypatch.setattr("triton.__version__", "3.8.0")
+    check_ranks(replace(config, kernels="overlapped"))
