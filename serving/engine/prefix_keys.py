@@ -38,8 +38,10 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def block_keys(self) -> list[bytes]:
         """Return its full blocks' keys in order; an empty list if nobody computed them."""
-        keys = self.keys
-        return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        import numpy as np  # not above: the server imports this module before the engine runs
+
+        keys: list[bytes] = np.frombuffer(self.keys, f"V{KEY_BYTES}").tolist()
+        return keys
 
 
 def pack_prompt(token_ids: Sequence[int], block_size: int | None) -> Prompt:

@@ -148,7 +148,9 @@ class BlockManager:
     def evict(self, slot: int) -> None:
         """Remove the slot's blocks from the prefix cache: their contents cannot be trusted."""
         for block in self.table[slot, : self.num_blocks[slot]].tolist():
-            self._drop_key(block)
+            if (key := self._key[block]) is not None:
+                del self._block[key]
+                self._key[block] = None
 
     def check(self) -> None:
         """Raise AssertionError where an invariant of the module's text does not hold."""
@@ -174,18 +176,15 @@ class BlockManager:
         start = max(len(self._empty) - count, 0)
         blocks = self._empty[start:]
         del self._empty[start:]
-        blocks += [self._evict_oldest() for _ in range(count - len(blocks))]
+        oldest, key_of, block_of = self._cached.popitem, self._key, self._block
+        for _ in range(count - len(blocks)):
+            block, _ = oldest(last=False)
+            key = key_of[block]
+            assert key is not None, "a cached block has a key"
+            del block_of[key]
+            key_of[block] = None
+            blocks.append(block)
+        references = self._references
         for block in blocks:
-            self._references[block] = 1
+            references[block] = 1
         return blocks
-
-    def _evict_oldest(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        self._drop_key(block)
-        return block
-
-    def _drop_key(self, block: int) -> None:
-        key = self._key[block]
-        if key is not None:
-            del self._block[key]
-            self._key[block] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -79,11 +80,14 @@ def build_step(
         kv: block tables, which hold all these tokens.
     """
     n = len(decodes)
+    rows = n + len(chunks)
     slots = decodes
-    query_start = np.arange(n + len(chunks) + 1, dtype=np.int32)
+    query_start = np.arange(rows + 1, dtype=np.int32)
     if chunks:
-        slots = np.concatenate([decodes, [c.request.slot for c in chunks]])
-        query_start[n + 1 :] = n + np.cumsum([c.stop - c.start for c in chunks])
+        slots = np.empty(rows, np.intp)
+        slots[:n] = decodes
+        slots[n:] = [c.request.slot for c in chunks]
+        query_start[n:] = list(accumulate((c.stop - c.start for c in chunks), initial=n))
     context_len = table.length[slots]
     token_ids = np.empty(query_start[-1], np.int32)
     positions = np.empty_like(token_ids)
@@ -97,10 +101,11 @@ def build_step(
         for chunk, begin in zip(chunks, begins, strict=True):
             end = begin + chunk.stop - chunk.start
             token_ids[begin:end] = chunk.request.token_ids[chunk.start : chunk.stop]
-            positions[begin:end] = np.arange(chunk.start, chunk.stop)
-        samples = np.ones(len(slots), np.bool_)
-        samples[n:] = [c.samples for c in chunks]
-        sampled, sample_index = slots[samples], sample_index[samples]
+            positions[begin:end] = np.arange(chunk.start, chunk.stop, dtype=np.int32)
+        if not all(c.samples for c in chunks):
+            samples = np.ones(rows, np.bool_)
+            samples[n:] = [c.samples for c in chunks]
+            sampled, sample_index = slots[samples], sample_index[samples]
 
     masked, token_mask = _mask(sampled, table.matchers) if table.matchers else (NONE, NO_MASK)
     scores, score_index = _score(chunks, begins)
@@ -119,10 +124,10 @@ def build_step(
         output_index=table.length[sampled] - table.prompt_length[sampled],
         new_slots=tuple(c.request.sampling() for c in chunks if c.samples),
         prompt_logprob_index=score_index,
-        prompt_logprob_target=np.array(targets, np.int32),
+        prompt_logprob_target=np.array(targets, np.int32) if targets else NONE,
         prompt_logprob_top=max((s.request.prompt_top for s in scores), default=0),
         pool_index=pool_index,
-        pool_count=np.array([s.stop - s.start for s in sums], np.int32),
+        pool_count=np.array([s.stop - s.start for s in sums], np.int32) if sums else NONE,
         masked=masked,
         token_mask=token_mask,
     )
@@ -158,7 +163,7 @@ def _score(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
             rows += range(first - chunk.start + begin, end - chunk.start + begin)
             scores.append(Part(request, first + 1, end + 1))
             request.scored = end
-    return scores, np.array(rows, np.int32)
+    return scores, np.array(rows, np.int32) if rows else NONE
 
 
 def _pool(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
@@ -174,7 +179,7 @@ def _pool(chunks: list[Chunk], begins: list[int]) -> tuple[list[Part], Int32]:
             rows += range(first - chunk.start + begin, chunk.stop - chunk.start + begin)
             sums.append(Part(request, first, chunk.stop))
             request.pooled = chunk.stop
-    return sums, np.array(rows, np.int32)
+    return sums, np.array(rows, np.int32) if rows else NONE
 
 
 def take_scores(scores: list[Part], logprobs: Logprobs) -> None:
