@@ -105,8 +105,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest = weight.abs().amax(dim=1) if weight.shape[1] else weight.new_zeros(len(weight))
     scale = largest / 127
-    # A row of zeros may have any scale, but must not divide by zero.
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    # A row of zeros may have any scale, but must not divide by zero. NaN stays NaN.
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     integers = torch.empty(weight.shape, dtype=torch.int8)
     step = max(1, BLOCK_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), step):

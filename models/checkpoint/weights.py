@@ -6,7 +6,7 @@
    file and tensor. Only the tensors in `_is_harmless` are skipped.
 3. `Weights.read` returns one tensor at a time, or this rank's part, as a view of the mapped file.
    The caller converts or packs it and drops it. Loading therefore needs the model's memory plus one
-   tensor, and reads only what the rank keeps.
+   tensor, and reads only what the rank keeps. NaN or an infinity in a tensor raises a ModelError.
 
 Not handled: pickled checkpoints (they can run code), quantised weights, and writing. Overwriting a
 mapped file in place kills the process (SIGBUS); replacing it by renaming is safe.
@@ -31,12 +31,34 @@ from weft.models.spec.spec import ModelSpec, WeightSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LM_HEAD = "lm_head.weight"
 BASE = "model."
 """Prefix of all tensor names except the LM head's."""
 LFS_POINTER = b"version https://git-lfs.github.com/"
 REMAP_BYTES = 64 * 2**20
 """Bytes read from one mapping before the file is mapped again; bounds the resident memory."""
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+OTHER_WEIGHTS = (
+    (
+        "adapter_model.*",
+        "an adapter without its model",
+        "merge it into the model with peft (merge_and_unload) and save that",
+    ),
+    ("*.gguf", "in llama.cpp's format", "weft reads safetensors; give the original model"),
+    (
+        "*.safetensors",
+        "under another name",
+        f"rename a single file to {SINGLE_FILE}",
+    ),
+    (
+        "pytorch_model*.bin",
+        "pickled, which can run code",
+        "convert it once with transformers: "
+        "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)",
+    ),
+)
+"""Weights that are not read: their names, what they are, and what to do."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total)."""
@@ -76,6 +98,9 @@ class Weights:
 
         The result is a view of the mapped file: do not write to it. Each call maps the file again,
         because touched pages leave the process only together with their mapping.
+
+        Raises:
+            ModelError: the part holds NaN or an infinity.
         """
         (tensor,) = self.read_each(weight)
         return tensor
@@ -91,7 +116,9 @@ class Weights:
             entry = self._entries[name]
             if handle is None or file != entry.file or mapped > REMAP_BYTES:
                 file, handle, mapped = entry.file, _open(entry.file), 0
-            yield handle.get_tensor(entry.name)[part]
+            tensor = handle.get_tensor(entry.name)[part]
+            _check_finite(tensor, entry)
+            yield tensor
             mapped += size
             self._count(name, size)
 
@@ -137,7 +164,7 @@ def find_files(path: Path) -> list[Path]:
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE
     if not index.exists():
-        raise ModelError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise ModelError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}{_what_is_there(path)}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map")
@@ -148,6 +175,20 @@ def find_files(path: Path) -> list[Path]:
         if not (path / name).exists():
             raise ModelError(f"{path / name} is missing; {INDEX_FILE} names it")
     return [path / name for name in names]
+
+
+def _what_is_there(path: Path) -> str:
+    """Say which other weights a directory holds, and what to do with them."""
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (path / name).is_symlink():
+            return (
+                f": {name} is a link to {(path / name).readlink()}, which does not exist; "
+                "download the model again"
+            )
+    for pattern, kind, remedy in OTHER_WEIGHTS:
+        if found := sorted(file.name for file in path.glob(pattern)):
+            return f"; it has {_join_first(found)}, {kind}: {remedy}"
+    return ""
 
 
 def _open(file: Path) -> Any:
@@ -188,12 +229,15 @@ def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
     """Compare all headers with the spec; return each tensor's location."""
     expected = {name: weight for weight in spec.weights for name in weight.tensor_names}
     entries: dict[str, _Entry] = {}
+    lm_head = None
     for file in find_files(path):
         handle = _open(file)
         held: list[str] = handle.keys()
         # A model saved without its LM head, such as an embedding model, has names without this
         # prefix.
         names = {name: f"{BASE}{name}" if f"{BASE}{name}" in expected else name for name in held}
+        if spec.lm_head is None and LM_HEAD in names:
+            lm_head = _Entry(file, LM_HEAD, 0)
         names = {held: name for held, name in names.items() if not _is_harmless(name, spec)}
         if unexpected := [name for name in names.values() if name not in expected]:
             raise ModelError(
@@ -206,7 +250,39 @@ def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
             entries[name] = _Entry(file, stored, itemsize)
     if missing := [name for name in expected if name not in entries]:
         raise ModelError(f"{path} lacks {_join_first(missing)}, in any of its safetensors files")
+    if lm_head is not None:
+        _check_tied(entries[spec.embedding.name], lm_head)
     return entries
+
+
+def _check_tied(embedding: _Entry, lm_head: _Entry) -> None:
+    """Check that a tied model's LM head, which some exports hold, equals its embedding.
+
+    Raises:
+        ModelError: they differ, so the config or the file is wrong.
+    """
+    one, other = (_open(each.file).get_slice(each.name) for each in (embedding, lm_head))
+    shape = one.get_shape()
+    rows = max(1, REMAP_BYTES // (4 * shape[1]))
+    equal = shape == other.get_shape() and all(
+        one[start : start + rows].equal(other[start : start + rows])
+        for start in range(0, shape[0], rows)
+    )
+    if not equal:
+        raise ModelError(
+            f"{lm_head.file}: {LM_HEAD} differs from {embedding.name}, but config.json says "
+            "tie_word_embeddings is true; set it to false to use both tensors"
+        )
+
+
+def _check_finite(tensor: Tensor, entry: _Entry) -> None:
+    """Raise ModelError if the tensor holds NaN or an infinity. Reads it once, at memory speed."""
+    if not tensor.numel():
+        return
+    low, high = tensor.aminmax()  # NaN is both
+    if not (low.isfinite() and high.isfinite()):
+        number = tensor[~tensor.isfinite()][0].item()
+        raise ModelError(f"{entry.file}: {entry.name} holds {number}; the file is damaged")
 
 
 def _check_tensor(file: Path, name: str, found: Any, weight: WeightSpec) -> int:
@@ -223,7 +299,7 @@ def _check_tensor(file: Path, name: str, found: Any, weight: WeightSpec) -> int:
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
     """True if older exports hold this tensor although the rest of the model implies it."""
-    if name == "lm_head.weight":
+    if name == LM_HEAD:
         return spec.lm_head is None
     return name.endswith(".rotary_emb.inv_freq")
 

@@ -13,6 +13,10 @@ from typing import Any
 
 from weft.errors import ModelError
 
+MAX_SIZE = 2**31 - 1
+MAX_PARTS = 4096
+"""Limit on layers, and on experts: each is described by objects of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -39,11 +43,15 @@ class Fields:
         """Tell whether the field is present and not null."""
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None, *, low: int = 1) -> int:
-        """Read a whole number, at least `low`; required unless there is a default."""
+    def integer(
+        self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_SIZE
+    ) -> int:
+        """Read a whole number from `low` to `high`; required unless there is a default."""
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.error(name, f"a whole number of at least {low}")
+        if value > high:
+            raise self.error(name, f"at most {high:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

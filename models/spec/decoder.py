@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.models.spec.config_fields import Fields
+from weft.models.spec.config_fields import MAX_PARTS, Fields
 from weft.models.spec.spec import (
     AttentionSpec,
     Axis,
@@ -57,7 +57,7 @@ class Decoder:
             fields=fields,
             vocab=fields.integer("vocab_size"),
             hidden=hidden,
-            layers=fields.integer("num_hidden_layers"),
+            layers=fields.integer("num_hidden_layers", high=MAX_PARTS),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -139,7 +139,7 @@ class Decoder:
             normalize: whether routing weights are divided by their sum.
         """
         count_field = "num_experts" if self.fields.has("num_experts") else "num_local_experts"
-        count = self.fields.integer(count_field)
+        count = self.fields.integer(count_field, high=MAX_PARTS)
         top_k = self.fields.integer("num_experts_per_tok")
         if top_k > count:
             raise self.fields.error("num_experts_per_tok", f"at most {count_field}, {count}")

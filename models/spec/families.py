@@ -5,16 +5,19 @@ Both generations of configs are read: `rope_theta` + `rope_scaling` + `torch_dty
 defaults as in `transformers`. If weft does not implement a value, `build_spec` raises a ModelError
 with the field, the value and the supported values: a model runs right or not at all.
 
-To add a family, write its function, list it in `FAMILIES`, and add its rows to the parity test.
+To add a family, write its function, list it in `FAMILIES`, put its fields into config_table.py, and
+add its rows to the parity test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.models.spec.config_fields import Fields
+from weft.models.spec.config_table import refuse_others
 from weft.models.spec.decoder import Decoder
 from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
 
@@ -33,12 +36,10 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     architecture = next(iter(fields.array("architectures")), None)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "none, for weights without quantisation")
-    fields.choice("hidden_act", ("silu",), default="silu")
-    if not fields.flag("is_causal", True):
-        raise fields.error("is_causal", "true, for causal attention")
-    describe_layer = FAMILIES[architecture]
+    family = FAMILIES[architecture]
+    # transformers goes by the type: another family's may have tensors with the same names.
+    fields.choice("model_type", (family.model_type,), default=family.model_type)
+    refuse_others(fields)
     decoder = Decoder.read(fields)
     tied = fields.flag("tie_word_embeddings", False)
     return ModelSpec(
@@ -51,9 +52,9 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         head_dim=decoder.head_dim,
         max_model_len=fields.integer("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps"),
-        rope=_rope(fields, DEFAULT_THETA.get(architecture, 10_000.0)),
+        rope=_rope(fields, family.rope_theta),
         embedding=decoder.table("model.embed_tokens"),
-        layers=tuple(describe_layer(fields, decoder, i) for i in range(decoder.layers)),
+        layers=tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers)),
         norm=decoder.norm("model.norm"),
         lm_head=None if tied else decoder.table("lm_head"),
     )
@@ -69,9 +70,10 @@ def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 
 def _mistral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
-    if fields.has("layer_types"):
-        raise fields.error("layer_types", "none: the same attention in all layers")
     window = _window(fields, default=4096)
+    kind = "full_attention" if window is None else "sliding_attention"
+    if any(each != kind for each in fields.array("layer_types")):
+        raise fields.error("layer_types", f"{kind} in all layers, as sliding_window says")
     return decoder.layer(i, decoder.attention(i, window=window), decoder.mlp(i))
 
 
@@ -123,15 +125,29 @@ def _mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     return decoder.layer(i, decoder.attention(i, window=window), experts)
 
 
-FAMILIES: dict[str, Callable[[Fields, Decoder, int], LayerSpec]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
-    "MixtralForCausalLM": _mixtral,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        model_type: its name in config.json.
+        describe_layer: describes layer i.
+        rope_theta: the rotary embedding's base, if config.json does not say.
+    """
+
+    model_type: str
+    describe_layer: Callable[[Fields, Decoder, int], LayerSpec]
+    rope_theta: float = 10_000.0
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", _llama),
+    "MistralForCausalLM": Family("mistral", _mistral),
+    "MixtralForCausalLM": Family("mixtral", _mixtral, rope_theta=1_000_000.0),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe),
 }
-DEFAULT_THETA = {"MixtralForCausalLM": 1_000_000.0}
 
 
 def _dtype(fields: Fields) -> str:
@@ -155,20 +171,25 @@ def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
         first = fields.integer("max_window_layers", 28, low=0)
         return _window(fields, default=4096) if i >= first else None
     kinds = fields.array("layer_types")
-    known = ("full_attention", "sliding_attention")
-    if len(kinds) != decoder.layers or any(kind not in known for kind in kinds):
-        raise fields.error("layer_types", f"one of {', '.join(known)} for each layer")
+    if len(kinds) != decoder.layers:
+        raise fields.error("layer_types", f"one entry for each of the {decoder.layers} layers")
+    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        raise fields.error("layer_types", "full_attention or sliding_attention in each layer")
     return _window(fields, default=4096) if kinds[i] == "sliding_attention" else None
 
 
 def _rope(fields: Fields, default_theta: float) -> RopeSpec:
-    """Read the rotary embedding from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    new = fields.section("rope_parameters")
-    scaling = new if new.values else fields.section("rope_scaling")
-    theta = (new if new.has("rope_theta") else fields).number("rope_theta", default_theta)
-    for where in (fields, scaling):
-        if where.number("partial_rotary_factor", 1.0) != 1.0:
-            raise where.error("partial_rotary_factor", "1: all of each head is rotated")
+    """Read the rotary embedding, with transformers' priorities.
+
+    `rope_scaling` replaces `rope_parameters`. Inside it, `rope_theta` comes before the one beside
+    it; `original_max_position_embeddings` comes after the one beside it.
+    """
+    scaling = fields.section("rope_scaling")
+    if not scaling.values:
+        scaling = fields.section("rope_parameters")
+    theta = (scaling if scaling.has("rope_theta") else fields).number("rope_theta", default_theta)
+    if scaling.number("partial_rotary_factor", 1.0) != 1.0:
+        raise scaling.error("partial_rotary_factor", "1: all of each head is rotated")
     for name, value in scaling.values.items():
         if isinstance(value, dict):
             raise scaling.error(name, "the same rotary embedding in all layers")
@@ -187,7 +208,10 @@ def _rope(fields: Fields, default_theta: float) -> RopeSpec:
         factor=scaling.number("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_len=scaling.integer(
-            "original_max_position_embeddings", fields.integer("max_position_embeddings")
+        original_max_len=fields.integer(
+            "original_max_position_embeddings",
+            scaling.integer(
+                "original_max_position_embeddings", fields.integer("max_position_embeddings")
+            ),
         ),
     )

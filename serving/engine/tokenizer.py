@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from weft.errors import ModelError, RequestError
 from weft.serving.config.settings import EngineConfig
@@ -122,8 +122,13 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{file}: {error}") from error
-        config = _read_json(path / "tokenizer_config.json")
+        # A tokenizer that was saved after training may cut and pad; transformers ignores that, too.
+        backend.no_truncation()
+        backend.no_padding()
+        config_file = path / "tokenizer_config.json"
+        config = _read_json(config_file)
         special_tokens = _special_tokens(path, config)
+        _add_tokens(backend, config, special_tokens, config_file)
         decoders = _decoder_types(backend)
         if unknown := decoders - _DECODERS:
             raise ModelError(f"{file}: decoder {min(unknown)} is not supported")
@@ -346,15 +351,53 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens; those of a model's own have names in an object."""
     named = _read_json(path / "special_tokens_map.json") | config
-    tokens = {}
-    for name in _SPECIAL_TOKEN_NAMES:
-        token = named.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
+    own = named.get("extra_special_tokens")
+    found = {name: named.get(name) for name in _SPECIAL_TOKEN_NAMES}
+    found |= own if isinstance(own, dict) else {}
+    texts = {name: _text_of(token) for name, token in found.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _text_of(token: Any) -> str | None:
+    """Return a token's text: tokens are strings, or objects with options."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _add_tokens(
+    backend: Any, config: dict[str, Any], special_tokens: dict[str, str], file: Path
+) -> None:
+    """Add the tokens that only tokenizer_config.json names, in transformers' order.
+
+    First come those of `added_tokens_decoder`, by id, then special tokens. A token's id is the
+    next free one, as in transformers.
+
+    Raises:
+        ModelError: `added_tokens_decoder` does not describe tokens.
+    """
+    from tokenizers import AddedToken
+
+    described = config.get("added_tokens_decoder") or {}
+    options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    try:
+        tokens = [
+            AddedToken(token["content"], **{name: token[name] for name in options if name in token})
+            for _, token in sorted(described.items(), key=lambda item: int(item[0]))
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{file}: added_tokens_decoder must be an object of ids and tokens, each with a content"
+        ) from error
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in tokens if repr(token) not in known])
+    names = {token.content for token in backend.get_added_tokens_decoder().values()}
+    more = [*special_tokens.values()]
+    for field_name in ("extra_special_tokens", "additional_special_tokens"):
+        listed = config.get(field_name)
+        more += filter(None, map(_text_of, listed if isinstance(listed, list) else []))
+    backend.add_special_tokens([text for text in dict.fromkeys(more) if text not in names])
 
 
 def _decoder_types(backend: Any) -> set[str]:
@@ -371,32 +414,82 @@ def _decoder_types(backend: Any) -> set[str]:
 
 
 def _eos_token_ids(backend: Any, special: dict[str, str], model: Path) -> tuple[int, ...]:
-    config = _read_json(model / "config.json")
-    named = [
-        _read_json(model / "generation_config.json").get("eos_token_id"),
-        config.get("eos_token_id"),
-        config.get("text_config", {}).get("eos_token_id"),
-        backend.token_to_id(special["eos_token"]) if "eos_token" in special else None,
-    ]
-    found: dict[int, None] = {}
-    for ids in named:
-        for token_id in ids if isinstance(ids, list) else [ids]:
-            if isinstance(token_id, int):
-                found[token_id] = None
-    return tuple(found)
+    """Return the tokens that end an answer, of the first place that names any.
+
+    transformers goes by generation_config.json, and by config.json if the former names none. Only
+    without both does the tokenizer's own end token count.
+
+    Raises:
+        ModelError: `eos_token_id` is neither a token id nor a list of them.
+    """
+    files = (model / "generation_config.json", model / "config.json")
+    for file in files:
+        config = _read_json(file)
+        inner = config.get("text_config")
+        for section in (config, inner if isinstance(inner, dict) else {}):
+            named = section.get("eos_token_id")
+            ids = named if isinstance(named, list) else [named]
+            if named is None or not ids:
+                continue
+            if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+                raise ModelError(
+                    f"{file}: eos_token_id is {named!r}; it must be a token id or a list of them"
+                )
+            return tuple(dict.fromkeys(ids))
+    eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return () if eos is None else (eos,)
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates: from files, or from a key in the configuration (older)."""
+    """Return the chat templates: from files, or from a key in the configuration (older).
+
+    Raises:
+        ModelError: a template is no text, or is not valid Jinja.
+    """
+    config_file = path / "tokenizer_config.json"
     templates = config.get("chat_template") or {}
     if isinstance(templates, str):
         templates = {"default": templates}
     elif isinstance(templates, list):
-        templates = {entry["name"]: entry["template"] for entry in templates}
+        try:
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        except (KeyError, TypeError):
+            templates = None
+    if not isinstance(templates, dict) or not all(map(_is_text, [*templates, *templates.values()])):
+        raise ModelError(
+            f"{config_file}: chat_template must be a text, or a list of objects with the texts "
+            "name and template"
+        )
+    sources = dict.fromkeys(templates, config_file)
     files = {"default": path / "chat_template.jinja"}
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         files[file.stem] = file
-    found = {
-        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
-    }
-    return {**templates, **found}
+    for name, file in files.items():
+        if file.is_file():
+            templates[name], sources[name] = file.read_text(encoding="utf-8"), file
+    for name, template in templates.items():
+        _check_template(template, sources[name], name)
+    return templates
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _check_template(template: str, file: Path, name: str) -> None:
+    """Compile a chat template.
+
+    Raises:
+        ModelError: it is not valid Jinja.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"{file}: the chat template {name!r} is not valid Jinja, in line {error.lineno}: "
+            f"{error.message}"
+        ) from error
+    except _TEMPLATE_ERRORS:
+        pass  # the template compiles, and rejects a conversation without messages

@@ -75,6 +75,14 @@ def test_a_row_of_zeros_stays_zero(compiled: bool) -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_stays_so(value: float) -> None:
+    weight = torch.randn(3, 16)
+    weight[1, 5] = value
+    _, scale = quantize(weight)
+    assert scale.isfinite().tolist() == [True, False, True]
+
+
 def test_a_row_does_not_depend_on_its_company_in_float32() -> None:
     layer = Int8Linear(torch.randn(64, 128))
     x = torch.randn(module.FEW_ROWS + 8, 128)

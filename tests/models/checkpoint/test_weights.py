@@ -100,12 +100,46 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
         path,
         lambda tensors: tensors.update(
             {
-                "lm_head.weight": torch.zeros(3),
+                "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
                 "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
             }
         ),
     )
     assert _load(path)
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_tied_model_with_another_lm_head_is_refused(tmp_path: Path, row: int) -> None:
+    path = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+
+    def change(tensors: Tensors) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[row, 0] += 1
+        tensors["lm_head.weight"] = head
+
+    _edit(path, change)
+    message = "lm_head.weight differs from model.embed_tokens.weight, but config.json says tie_"
+    with pytest.raises(ModelError, match=message):
+        _load(path)
+    _edit(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=message):
+        _load(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_number_that_is_not_finite_is_found(path: Path, value: float, dtype: torch.dtype) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[GATE] = tensors[GATE].to(dtype)
+        tensors[GATE][-1, -1] = value
+
+    _edit(path, change)
+    weights = _load(path)
+    by_name = {weight.name: weight for weight in weights._spec.weights}
+    for name in by_name.keys() - {GATE}:
+        weights.read(by_name[name])
+    with pytest.raises(ModelError, match=f"{SINGLE_FILE}: {GATE} holds {value}; the file is dam"):
+        weights.read(by_name[GATE])
 
 
 @pytest.mark.parametrize(
@@ -245,7 +279,31 @@ def test_a_broken_index_is_named(sharded: Path, index: object, message: str) -> 
 
 def test_a_checkpoint_without_safetensors_is_an_error(path: Path) -> None:
     (path / SINGLE_FILE).rename(path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=f"has neither {SINGLE_FILE} nor {INDEX_FILE}"):
+    message = f"has neither {SINGLE_FILE} nor {INDEX_FILE}; it has pytorch_model.bin, pickled"
+    with pytest.raises(ModelError, match=message):
+        _load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model-q4.gguf", "it has model-q4.gguf, in llama.cpp's format: weft reads safetensors"),
+        ("adapter_model.safetensors", "an adapter without its model: merge it into the model"),
+        ("weights.safetensors", "under another name: rename a single file to model.safetensors"),
+        ("README.md", f"nor {INDEX_FILE}$"),
+    ],
+)
+def test_other_weights_are_named(path: Path, name: str, message: str) -> None:
+    (path / SINGLE_FILE).rename(path / name)
+    with pytest.raises(ModelError, match=message):
+        _load(path)
+
+
+def test_a_link_that_leads_nowhere_is_named(path: Path) -> None:
+    """As in a hub's cache from which somebody removed the files."""
+    (path / SINGLE_FILE).unlink()
+    (path / SINGLE_FILE).symlink_to("../../blobs/abc")
+    with pytest.raises(ModelError, match=r"is a link to ../../blobs/abc, which does not exist"):
         _load(path)
 
 

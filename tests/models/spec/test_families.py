@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import modeling_rope_utils
 
 from weft.errors import ModelError
-from weft.models.spec.families import FAMILIES, build_spec
+from weft.models.spec.config_table import HARMLESS, ONLY, READ
+from weft.models.spec.families import FAMILIES, Family, build_spec
 from weft.models.spec.spec import MlpSpec, MoeSpec, RopeSpec
 
 SOURCE = Path("config.json")
@@ -120,6 +125,76 @@ def test_both_generations_of_config_mean_the_same(old: dict[str, Any], new: dict
     assert build_spec(LLAMA | old, SOURCE) == build_spec(of_new, SOURCE)
 
 
+_ROPE = st.none() | st.fixed_dictionaries(
+    {
+        "factor": st.just(4.0),
+        "low_freq_factor": st.just(1.0),
+        "high_freq_factor": st.just(4.0),
+    },
+    optional={
+        "rope_type": st.sampled_from(["default", "linear", "llama3"]),
+        "type": st.sampled_from(["linear", "llama3"]),
+        "rope_theta": st.sampled_from([500.0, 2e5]),
+        "original_max_position_embeddings": st.sampled_from([16, 32]),
+    },
+)
+
+
+@settings(deadline=None)
+@given(
+    scaling=_ROPE,
+    parameters=_ROPE,
+    beside=st.fixed_dictionaries(
+        {},
+        optional={
+            "rope_theta": st.sampled_from([700.0, 3e5]),
+            "original_max_position_embeddings": st.sampled_from([24, 48]),
+        },
+    ),
+)
+def test_rope_is_what_transformers_takes(
+    scaling: dict[str, Any] | None, parameters: dict[str, Any] | None, beside: dict[str, Any]
+) -> None:
+    import transformers
+
+    config = LLAMA | beside | {"rope_scaling": scaling, "rope_parameters": parameters}
+    rope = build_spec(config, SOURCE).rope
+    theirs = transformers.LlamaConfig.from_dict(copy.deepcopy(config))
+    theirs.standardize_rope_params()  # as the model does before it reads them
+    expected = theirs.rope_parameters
+    kind = "default" if rope.scaling == "none" else rope.scaling
+    assert (rope.theta, kind) == (expected["rope_theta"], expected["rope_type"])
+    if kind != "default":
+        assert rope.factor == expected["factor"]
+    if rope.scaling == "llama3":
+        assert rope.original_max_len == expected["original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_tables_have_every_field_of_transformers(family: Family) -> None:
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family.model_type]()
+    modeling = import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    source = inspect.getsource(modeling) + inspect.getsource(modeling_rope_utils)
+    used = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
+    used -= {"json", "default_theta"}  # a file's name, and a constant of the class
+    methods = {name for name in used if callable(getattr(config, name, None))}
+    classified = READ | set(ONLY) | HARMLESS
+    assert "rms_norm_eps" in used
+    assert (set(config.to_dict()) | used) - methods - classified == set()
+
+
+def test_each_field_is_in_one_table() -> None:
+    assert not READ & HARMLESS
+    assert not HARMLESS & set(ONLY)
+
+
+def test_a_field_that_nobody_reads_is_ignored() -> None:
+    fields = {"attention_multiplier": 3.0, "unsloth_version": "1", "hidden_act": "swish"}
+    assert build_spec(LLAMA | fields, SOURCE) == build_spec(LLAMA, SOURCE)
+
+
 def test_theta_defaults_to_that_of_the_family() -> None:
     assert build_spec(LLAMA, SOURCE).rope == RopeSpec(10_000.0)
     mixtral = LLAMA | {
@@ -137,6 +212,14 @@ def test_mistral_has_a_window_unless_the_config_says_null() -> None:
         for config in (mistral, mistral | {"sliding_window": None}, mistral | {"sliding_window": 7})
     ]
     assert windows == [4096, None, 7]
+
+
+def test_layer_types_of_mistral_must_agree_with_its_window() -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 7}
+    sliding = build_spec(mistral | {"layer_types": ["sliding_attention"] * 2}, SOURCE)
+    assert sliding == build_spec(mistral, SOURCE)
+    with pytest.raises(ModelError, match="supported is sliding_attention in all layers"):
+        build_spec(mistral | {"layer_types": ["sliding_attention", "full_attention"]}, SOURCE)
 
 
 def test_qwen_windows_need_the_flag() -> None:
@@ -179,7 +262,12 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
         ({"architectures": []}, "architectures is []"),
         ({"architectures": None}, "architectures is None"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures is [['LlamaForCausalLM']]"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+        ({"model_type": "granite"}, "model_type is 'granite'; supported is 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu' or 'swish'"),
+        ({"is_causal": False}, "is_causal is False; supported is True"),
+        ({"is_causal": 1}, "is_causal is 1; supported is True"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config is {'0': {}}; supported is no such"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported is at most"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'; supported is a whole number"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,16 @@ from weft.errors import ModelError, RequestError
 from weft.serving.engine.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world 😀"}]
+
+
+_TRUNCATION = {"direction": "Right", "strategy": "LongestFirst", "stride": 0}
+_PADDING = {
+    "direction": "Left",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "!",
+}
 
 
 @pytest.fixture
@@ -49,12 +60,98 @@ def test_equals_transformers(tmp_path: Path, write: Callable[..., Path]) -> None
     )
 
 
-def test_end_tokens_come_from_all_three_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generation", "model", "expected"),
+    [
+        ('{"eos_token_id": [5, 6, 5]}', '{"eos_token_id": 7}', (5, 6)),
+        ('{"temperature": 0.6}', '{"eos_token_id": 7}', (7,)),
+        ("{}", '{"text_config": {"eos_token_id": 8}}', (8,)),
+        ("{}", '{"text_config": null, "eos_token_id": []}', None),
+        ("{}", '{"text_config": "none"}', None),
+    ],
+)
+def test_end_tokens_come_from_the_first_file_that_names_any(
+    tmp_path: Path, generation: str, model: str, expected: tuple[int, ...] | None
+) -> None:
     path = kinds.write_byte_level(tmp_path)
-    (path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    (path / "config.json").write_text('{"eos_token_id": 6, "text_config": {"eos_token_id": 7}}')
+    (path / "generation_config.json").write_text(generation)
+    (path / "config.json").write_text(model)
     tokenizer = Tokenizer.load(path)
-    assert tokenizer.eos_token_ids == (5, 6, 7, tokenizer.backend.token_to_id("<|im_end|>"))
+    assert tokenizer.eos_token_ids == (expected or (tokenizer.backend.token_to_id("<|im_end|>"),))
+
+
+@pytest.mark.parametrize("value", ["true", '"</s>"', "[1, null]", "-1", "2.0"])
+def test_an_end_token_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
+    path = kinds.write_byte_level(tmp_path)
+    (path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id is .* it must be"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"truncation": {**_TRUNCATION, "max_length": 3}},
+        {"padding": {**_PADDING, "strategy": {"Fixed": 64}}},
+        {"padding": {**_PADDING, "strategy": "BatchLongest", "pad_to_multiple_of": 8}},
+    ],
+    ids=["truncation", "padding", "padding to a multiple"],
+)
+def test_how_training_cut_and_padded_is_ignored(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = kinds.write_byte_level(tmp_path)
+    file = path / "tokenizer.json"
+    whole = Tokenizer.load(path).encode("hello world, hello")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert Tokenizer.load(path).encode("hello world, hello") == whole
+    assert len(whole) > 3
+
+
+def test_tokens_that_only_the_config_names_are_added(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    token = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    path = kinds.write_byte_level(
+        tmp_path,
+        added_tokens_decoder={
+            "900": token | {"content": "<second>", "special": False},
+            "30": token | {"content": "<new>", "special": True},
+        },
+        extra_special_tokens=["<extra>"],
+        pad_token="<pad>",
+    )
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    text = "a<new>b<second>c<extra>d<pad>"
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert len(ids) == 8
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "ab<second>cd"
+    assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("value", [[], {"1": "<new>"}, {"one": {"content": "<new>"}}, {"1": {}}])
+def test_added_tokens_of_another_shape_are_refused(tmp_path: Path, value: Any) -> None:
+    path = kinds.write_byte_level(tmp_path, added_tokens_decoder=value)
+    message = "tokenizer_config.json: added_tokens_decoder must be" if value else None
+    with pytest.raises(ModelError, match=message) if message else nullcontext():
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("value", [3, [{"template": "x"}], ["x"], {"default": 3}, [None]])
+def test_a_chat_template_of_another_shape_is_refused(tmp_path: Path, value: Any) -> None:
+    path = kinds.write_byte_level(tmp_path, chat_template=value)
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: chat_template must be a text"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ x | no_such_filter }}", "a\n{% if x %}"])
+def test_a_chat_template_that_is_no_jinja_is_found_at_load(tmp_path: Path, template: str) -> None:
+    path = kinds.write_byte_level(tmp_path, chat_template=template)
+    with pytest.raises(ModelError, match=r"_config.json: the chat template 'default' is"):
+        Tokenizer.load(path)
+    path = kinds.write_byte_level(tmp_path)
+    (path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match=r"chat_template.jinja: .* is not valid Jinja, in line"):
+        Tokenizer.load(path)
 
 
 def test_token_bytes_join_to_the_text(byte_level: Tokenizer) -> None:
@@ -148,7 +245,6 @@ def test_the_templates_file_wins_and_tools_have_their_own(tmp_path: Path) -> Non
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content }}", "no element 7|undefined"),
-        ("{% for %}", "Expected"),
         ("{{ messages + 1 }}", "list"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|undefined"),
         ("{{ messages.append(1) }}", "unsafe"),
