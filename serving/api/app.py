@@ -86,6 +86,7 @@ def _fastapi(state: ServerState, routes: Iterable[APIRouter]) -> FastAPI:
         description="Language models, with OpenAI's API.",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the client's Host
     )
     app.state.server = state
     for router in routes:

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema, from_json
 
 from weft.errors import RequestError
 from weft.serving.api.errors import field_name
@@ -19,6 +19,9 @@ from weft.serving.engine.sampling_params import is_unicode
 
 MAX_DEPTH = 200
 """The maximum nesting of objects and lists in a body; pydantic_core has the same limit."""
+MAX_KEYS = 2048
+"""Maximum number of keys in an object whose values are checked, such as metadata."""
+_UNKNOWN_FIELDS = 32  # maximum number that are counted as errors, each by its name
 _EXPLAINED = 1 << 16  # maximum bytes of a body that is searched again for the field at fault
 _MAX_NAME = 80  # characters of a field's name in an error
 
@@ -52,10 +55,61 @@ def only_with(field: str, other: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [{"properties": {field: {"type": "null"}}}, other]}
 
 
+def _end_early(schema: Any) -> None:
+    """Bound the number of errors that a schema of pydantic collects, also inside it."""
+    if isinstance(schema, list | tuple):
+        for each in schema:
+            _end_early(each)
+    if not isinstance(schema, dict):
+        return
+    function = schema.get("function")
+    if isinstance(function, dict) and function.get("function") is _has_few_keys:
+        return  # bounded already, as part of another body
+    if schema.get("type") == "list":
+        schema["fail_fast"] = True
+    elif schema.get("type") == "dict" and schema["values_schema"]["type"] != "any":
+        inner = schema.copy()
+        _end_early(inner["values_schema"])
+        schema.clear()
+        schema |= core_schema.no_info_before_validator_function(_has_few_keys, inner)
+        return
+    for name, each in schema.items():
+        # A schema's own metadata is none; the field `metadata` is in an object without a type.
+        if name != "metadata" or not isinstance(schema.get("type"), str):
+            _end_early(each)
+
+
+def _has_few_keys(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_KEYS:  # max_length is checked after the values
+        raise ValueError(f" has {len(value):,} keys; at most {MAX_KEYS:,}")
+    return value
+
+
 class Body(BaseModel):
-    """An object without unknown fields; each value has exactly its field's type."""
+    """An object without unknown fields; each value has exactly its field's type.
+
+    Validation ends soon after the first error. pydantic would describe each wrong element, and a
+    body of some megabytes would stop the server for seconds.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return pydantic's schema, with lists and objects that end at an error."""
+        schema = handler(source)
+        _end_early(schema)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        known = len(cls.model_fields)
+        if isinstance(value, dict) and len(value) > known + _UNKNOWN_FIELDS:
+            raise ValueError(f" has {len(value):,} fields; this server knows {known}")
+        return value
 
 
 class JsonRoute(APIRoute):

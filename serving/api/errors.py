@@ -33,6 +33,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status; no client reads it, but the log s
 
 _RETRY_AFTER_SECONDS = {503: 5}  # unless the error has its own estimate
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MAX_MESSAGE = 2000  # characters
 _MAX_SHOWN = 80  # characters of a wrong value in a message
 
 INTERNAL_ERROR = RequestError("internal error; the server's log has the details", status=500)
@@ -169,7 +170,9 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
             message = f"{param} is not a field that this server knows"
             return RequestError(message, param=param, code="unknown_parameter")
         case "value_error":
-            return RequestError(f"{param}{error['ctx']['error']}", param=param)
+            return RequestError(
+                f"{param or 'the body'}{error['ctx']['error']}", param=param or None
+            )
         case "literal_error":
             expected = error["ctx"]["expected"]
             message = f"{param} is {_shown(given)}; this server takes {expected}"
@@ -195,6 +198,8 @@ def _shown(value: Any) -> str:
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> ErrorResponse:
+    if len(message) > _MAX_MESSAGE:  # such as one with a client's value
+        message = message[:_MAX_MESSAGE] + "..."
     kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
     if code is None and status >= 404:
         code = HTTPStatus(status).phrase.lower().replace(" ", "_")

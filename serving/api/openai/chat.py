@@ -64,9 +64,11 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
 
 def _params(body: ChatRequest) -> SamplingParams:
     more: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    names = {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         more["max_tokens"] = body.max_completion_tokens
-    return body.sampling_params(**more)
+        names["max_tokens"] = "max_completion_tokens"
+    return body.sampling_params(names, **more)
 
 
 class _Writer:

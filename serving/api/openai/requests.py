@@ -7,6 +7,7 @@ sampling_params.py checks the ranges of sampling settings, for all APIs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -111,17 +112,24 @@ class GenerationRequest(GuidedRequest):
         """True if a last event has the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
+    def sampling_params(
+        self, names: Mapping[str, str] | None = None, **more: Any
+    ) -> SamplingParams:
         """Return the sampling settings, with `more`; see `sampling_params`."""
         bias = None if self.logit_bias is None else _token_biases(self.logit_bias)
-        return sampling_params(self, **({"logit_bias": bias, "grammar": self.grammar} | more))
+        return sampling_params(
+            self, names, **({"logit_bias": bias, "grammar": self.grammar} | more)
+        )
 
 
-def sampling_params(body: Body, **more: Any) -> SamplingParams:
+def sampling_params(
+    body: Body, names: Mapping[str, str] | None = None, **more: Any
+) -> SamplingParams:
     """Build the sampling settings of a request from the fields that it shares with SamplingParams.
 
     Args:
         body: the request.
+        names: settings whose fields have other names, with these names, for errors.
         more: settings whose fields have other names or types. None leaves one at its default.
 
     Raises:
@@ -134,7 +142,13 @@ def sampling_params(body: Body, **more: Any) -> SamplingParams:
         for name, value in (given | more).items()
         if value is not None
     }
-    return SamplingParams(**settings)
+    try:
+        return SamplingParams(**settings)
+    except RequestError as error:
+        if (field := (names or {}).get(error.param or "")) is None:
+            raise
+        message = error.message.replace(str(error.param), field, 1)
+        raise RequestError(message, param=field, code=error.code) from None
 
 
 def _token_biases(biases: dict[str, float]) -> dict[int, float]:
@@ -214,18 +228,23 @@ class TextPart(Body):
 
 
 class FunctionCall(Body):
-    """A function call by the model; `arguments` is JSON."""
+    """A function call by the model; `arguments` is JSON.
+
+    OpenAI's Python SDK adds `parsed_arguments` to the calls that it returns.
+    """
 
     name: str
     arguments: str
+    parsed_arguments: Any = Field(default=None, exclude=True)
 
 
 class ToolCall(Body):
-    """A call in an assistant's message."""
+    """A call in an assistant's message. A streamed one has its `index` in the message."""
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = Field(default=None, exclude=True)
 
 
 def _parts(value: Any) -> Any:
@@ -236,7 +255,7 @@ class Message(Body):
     """A turn in the conversation.
 
     An assistant's turn may have all fields of a response's message, so you can append the message
-    unchanged. Fields that this server never writes must be empty.
+    unchanged. Fields that this server never writes must be empty. `parsed` is from OpenAI's SDK.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -255,6 +274,7 @@ class Message(Body):
     annotations: list[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
+    parsed: Any = Field(default=None, exclude=True)
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -391,6 +411,14 @@ class ChatRequest(GenerationRequest):
     tool_choice: Annotated[ToolChoice | None, mode_or(NamedTool)] = None
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
+    # OpenAI's fields that are not supported: null is the same as absent.
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -200,4 +200,5 @@ class ResponsesRequest(Body):
         """Return the sampling settings; RequestError if a value is out of range."""
         form = self.text_format
         grammar = None if form is None else form.grammar
-        return sampling_params(self, max_tokens=self.max_output_tokens, grammar=grammar)
+        names = {"max_tokens": "max_output_tokens"}
+        return sampling_params(self, names, max_tokens=self.max_output_tokens, grammar=grammar)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from support.server import Server
 
 from weft.errors import RequestError
-from weft.serving.api.body import MAX_DEPTH, read_json
+from weft.serving.api import app  # noqa: F401  imports every route's bodies
+from weft.serving.api.body import MAX_DEPTH, Body, read_json
 
 HALF = "\ud800"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -139,3 +143,40 @@ def test_schemas_that_are_nested_too_deeply(
     message = response.json()["error"]["message"]
     assert message.startswith(f"{field}")
     assert "is nested too deeply: over 200" in message
+
+
+def _bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _bodies(each)
+
+
+MANY = 5000
+HOSTILE: dict[str, Any] = {
+    "numbers": [1] * MANY,
+    "texts": ["x"] * MANY,
+    "empty texts": [""] * MANY,
+    "nulls": [None] * MANY,
+    "lists": [[]] * MANY,
+    "objects": [{}] * MANY,
+    "objects without a known field": [{f"k{i}": 1 for i in range(MANY)}],
+    "objects with a list": [{"type": "text", "content": [1] * MANY, "text": [1] * MANY}],
+    "keys": {f"k{i}": 1 for i in range(MANY)},
+    "keys with texts": {str(i): "x" for i in range(MANY)},
+    "keys beside a type": {f"k{i}": 1 for i in range(MANY)} | {"type": "function"},
+}
+
+
+@pytest.mark.parametrize("body", dict.fromkeys(_bodies()), ids=lambda body: body.__name__)
+def test_wrong_elements_are_not_all_described(body: type[Body]) -> None:
+    """pydantic describes each: the work for a small body was seconds, and gigabytes."""
+    for what, value in HOSTILE.items():
+        for name, field in body.model_fields.items():
+            with suppress(RequestError):
+                with pytest.raises(ValidationError) as caught:
+                    body.model_validate({field.alias or name: value, "no such field": 1})
+                count = caught.value.error_count()
+                assert count < 100, f"{count} errors for {what} in {name}"
+    with suppress(RequestError), pytest.raises(ValidationError) as caught:
+        body.model_validate(HOSTILE["keys"])
+    assert caught.value.error_count() == 1

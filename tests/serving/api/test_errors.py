@@ -233,6 +233,44 @@ def test_a_charset_is_fine(http: httpx.Client) -> None:
     assert http.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "param", "body"),
+    [
+        ("/v1/chat/completions", "top_logprobs", CHAT | {"logprobs": True, "top_logprobs": -1}),
+        ("/v1/chat/completions", "max_completion_tokens", CHAT | {"max_completion_tokens": 2**31}),
+        ("/v1/responses", "max_output_tokens", {"input": "a", "max_output_tokens": 0}),
+        ("/v1/responses", "max_output_tokens", {"input": "a", "max_output_tokens": 2**40}),
+    ],
+)
+def test_the_field_of_the_client_is_named(
+    http: httpx.Client, path: str, param: str, body: dict[str, Any]
+) -> None:
+    error = failure(http.post(path, json={"model": CHAT["model"]} | body))
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param} is ")
+
+
+@pytest.mark.parametrize("changes", [{"model": "m" * 10**6}, {"seed": int("9" * 4000)}])
+def test_a_long_value_is_not_repeated(http: httpx.Client, changes: dict[str, Any]) -> None:
+    response = http.post("/v1/completions", json=COMPLETION | changes)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 3000
+
+
+def test_many_unknown_fields_are_one_error(http: httpx.Client) -> None:
+    error = failure(http.post("/v1/completions", json={f"k{i}": 1 for i in range(10**5)}))
+    assert error["message"].startswith("the body has 100,000 fields; this server knows ")
+    assert error["param"] is None
+
+
+def test_a_slash_at_the_end_is_another_path(http: httpx.Client) -> None:
+    """A redirect to the right path would repeat the client's Host."""
+    headers = {"host": "evil.example"}
+    response = http.post("/v1/chat/completions/", json=CHAT, headers=headers)
+    assert "/v1/chat/completions/" in failure(response, 404)["message"]
+    assert "location" not in response.headers
+
+
 @pytest.mark.parametrize("path", ["/v1", "/v1/rerank", "/v1/chat/completions/x"])
 def test_unknown_path(http: httpx.Client, path: str) -> None:
     assert path in failure(http.get(path), 404)["message"]

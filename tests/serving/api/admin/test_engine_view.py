@@ -22,6 +22,7 @@ def stream(http: httpx.Client, tokens: int) -> Any:
 
 
 def test_a_request_goes_through_its_phases(mock: Server) -> None:
+    mock.wait_until("kv_cache_blocks", 4096)  # the engine's first statistics have come
     mock.wait_until("requests_running", 0)
     before = view(mock.http)
     assert before["status"] == "ready"

@@ -210,8 +210,27 @@ def test_a_conversation_with_calls(http: httpx.Client) -> None:
     assert length("xyz", tools=[WEATHER]) > length("xyz", tools=[WEATHER], tool_choice="none")
 
 
+def test_fields_that_clients_add_to_calls_are_not_shown(http: httpx.Client) -> None:
+    """Streamed calls have an index; OpenAI's SDK adds what it parsed."""
+
+    def length(**more: Any) -> int:
+        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        parsed = {"function": call["function"] | more} if "parsed_arguments" in more else more
+        message = {"role": "assistant", "content": "", "tool_calls": [call | parsed]}
+        return prompt_tokens(http, messages=[*MESSAGES, message | {"parsed": None}])
+
+    assert length(index=0) == length(parsed_arguments={"a": 1}) == length()
+
+
 def test_settings_that_change_nothing_are_taken(http: httpx.Client) -> None:
     neutral = {
+        "audio": None,
+        "function_call": None,
+        "functions": None,
+        "prediction": None,
+        "reasoning_effort": None,
+        "verbosity": None,
+        "web_search_options": None,
         "frequency_penalty": None,
         "logit_bias": None,
         "metadata": {"a": "b"},
