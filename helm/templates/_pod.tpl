@@ -75,7 +75,7 @@ env:
   {{- end }}
   - name: WEFT_NODE_TOKEN
     valueFrom:
-      secretKeyRef: {name: {{ .Values.nodeToken.existingSecret }}, key: {{ .Values.nodeToken.key }}}
+      secretKeyRef: {name: {{ .Values.nodeToken.existingSecret | quote }}, key: {{ .Values.nodeToken.key | quote }}}
   {{- end }}
   {{- with .Values.extraEnv }}
   {{- toYaml . | nindent 2 }}
@@ -154,7 +154,7 @@ initContainers:
       {{- if .existingSecret }}
       - name: HF_TOKEN
         valueFrom:
-          secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}
+          secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}
       {{- end }}
       {{- end }}
     volumeMounts:

@@ -11,6 +11,7 @@ request, its output line has an error.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import shutil
@@ -72,6 +73,8 @@ class Inputs:
             name = f"{path.name} " if len(self.files) > 1 else ""
             with _open(path) as file:
                 for number, data in enumerate(_lines(file), start=1):
+                    if data is not None and number == 1:
+                        data = data.removeprefix(codecs.BOM_UTF8)  # from Windows' editors
                     if data is None or data.strip():
                         yield Line(index, f"{name}line {number}", data)
                     index += 1
@@ -146,7 +149,8 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         index: number among all lines, from 0.
-        id: custom_id of an envelope, or `id` of a simple line.
+        id: custom_id of an envelope, or `id` or `custom_id` of a simple line.
+        id_field: the id's name in a simple line, and in its answer.
         simple: True for the simple form, False for OpenAI's envelope.
         url: route that answers the row.
         body: request body.
@@ -156,6 +160,7 @@ class Row(msgspec.Struct, frozen=True):
 
     index: int
     id: Any = None
+    id_field: str = "id"
     simple: bool = False
     url: str = ""
     body: dict[str, Any] = {}
@@ -187,12 +192,13 @@ def _parse(line: Line, model: str) -> Row:
     if not isinstance(content, dict):
         return Row(index, problem=f"{place} is not a JSON object")
     if "body" not in content and ("prompt" in content or "messages" in content):
-        row_id = content.pop("id", None)
+        id_field = "custom_id" if "custom_id" in content else "id"
+        row_id = content.pop(id_field, None)
         url = SAMPLED[0] if "messages" in content else SAMPLED[1]
         row = Row(index, None, simple=True, url=url, body={"model": model} | content)
         if isinstance(row_id, list | dict):
-            return replace(row, problem=f"{place}: id must be a string or a number")
-        row = replace(row, id=row_id)
+            return replace(row, problem=f"{place}: {id_field} must be a string or a number")
+        row = replace(row, id=row_id, id_field=id_field)
     else:
         custom_id = content.get("custom_id")
         row = Row(index, custom_id if isinstance(custom_id, str) else None)
@@ -205,7 +211,10 @@ def _parse(line: Line, model: str) -> Row:
 
 
 def _envelope_problem(content: dict[str, Any]) -> str | None:
-    if not isinstance(content.get("custom_id"), str):
+    custom_id = content.get("custom_id")
+    if custom_id is not None and not isinstance(custom_id, str):
+        return f"custom_id is {_shown(custom_id)}; it must be a string"
+    if custom_id is None:
         return "custom_id is missing; a line has custom_id, method, url and body, or a prompt"
     if content.get("method", "POST") != "POST":
         return f"method is {_shown(content['method'])}; it must be POST"
@@ -266,7 +275,7 @@ def error_line(row: Row) -> dict[str, Any]:
 
 
 def _simple_start(row: Row) -> dict[str, Any]:
-    return {"index": row.index} | ({} if row.id is None else {"id": row.id})
+    return {"index": row.index} | ({} if row.id is None else {row.id_field: row.id})
 
 
 def _envelope(row: Row, response: Any, error: Any) -> dict[str, Any]:

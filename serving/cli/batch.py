@@ -224,6 +224,9 @@ class _Command:
                     file=sys.stderr,
                 )
         self._kept_stdin.unlink(missing_ok=True)
+        if status == 0 and 0 < journal.total == self._failed:
+            print(f"batch: every row failed; {journal.paths[-1]} says why", file=sys.stderr)
+            return 1
         return status
 
     def _on_done(self, status: int, tokens: int) -> None:

@@ -8,7 +8,7 @@ model does not fit, the error quotes the compiler and names a slice that is larg
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,11 +37,12 @@ def compile_steps(settings: Settings, topology: str, as_json: bool) -> int:
 
     Reads only config.json, not the weights. Shows each chip's memory use, and how much of the
     traffic between chips is hidden behind matrix products. Compiled steps stay in
-    --compile-cache for `weft serve`.
+    --compile-cache for `weft serve`. --tp is the number of the slice's chips unless you set it.
 
     \b
-    weft compile ./Llama-3.1-8B --for v5e:2x4 --tp 8
-    weft compile ./Qwen3-30B-A3B --for v6e:2x4 --tp 8 --ep 8 --max-model-len 8192
+    weft compile weft-demo --for v5e:2x2
+    weft compile ./Llama-3.1-8B --for v5e:2x4
+    weft compile ./Qwen3-30B-A3B --for v6e:2x4 --ep 8 --max-model-len 8192
     """
     return run(settings.build(EngineConfig), topology, as_json=as_json)
 
@@ -69,6 +70,9 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     from weft.models.jax import aot
 
     chip = aot.chip_of(topology)
+    devices = platform.described_devices(topology)  # before jax looks for this machine's devices
+    if config.tp == 1:
+        config = replace(config, tp=len(devices))
     check_settings(config)
     spec = read_spec(locate(config.model))
     check_layout(spec, config.tp, config.ep)
@@ -81,7 +85,6 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
         num_blocks = _ledger(config, spec, dtype, max_model_len, chip, config.tp).num_blocks
     except ConfigError:  # the compiler decides, with the smallest cache that can serve
         num_blocks = -(-max_model_len // config.block_size)
-    platform.described_devices(topology)  # before jax looks for this machine's devices
     platform.keep_compiled(cache_folder(config))
     try:
         with show_compiling() as compiling:

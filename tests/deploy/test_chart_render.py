@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,36 @@ each_set = pytest.mark.parametrize("name", charts.NAMES)
 def test_it_renders_as_reviewed(name: str) -> None:
     golden = (charts.GOLDEN / f"{name}.yaml").read_text()
     assert charts.text(charts.rendered(name)) == golden, "run tests/support/charts.py, and read it"
+
+
+@pytest.mark.parametrize("name", ["n", "on", "1234", "null", "1e3"])
+def test_names_that_yaml_takes_for_something_else_stay_texts(name: str) -> None:
+    secrets: charts.Object = {"apiKeys": {"existingSecret": name}}
+    token = {"huggingFaceToken": {"existingSecret": name}, "path": "hf://Qwen/Qwen3-32B"}
+    nodes = {
+        "accelerator": {"type": "h200", "perHost": 8},
+        "hosts": 2,
+        "nodeToken": {"existingSecret": name},
+    }
+    for values in (secrets, secrets | nodes, secrets | {"model": token}):
+        found = list(_secret_names(charts.render(values)))
+        assert found
+        assert set(found) == {name}
+
+
+def _secret_names(node: Any) -> Iterator[Any]:
+    """The names in all references to secrets, as YAML reads them."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _secret_names(each)
+    elif isinstance(node, dict):
+        for key, each in node.items():
+            if key == "secretName":
+                yield each
+            elif key == "secretKeyRef":
+                yield each["name"]
+            else:
+                yield from _secret_names(each)
 
 
 def test_nothing_reviewed_is_left_over() -> None:

@@ -103,7 +103,10 @@ class Compiler:
         except MemoryError:
             return _rejected(f"{param} takes too much memory to compile")
         except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
-            return _rejected(f"{param} cannot be compiled: {_brief(str(error))}")
+            if "bad_alloc" in str(error):
+                return _rejected(f"{param} takes too much memory to compile")
+            reason = _brief(str(error)) or "xgrammar gives no reason"
+            return _rejected(f"{param} cannot be compiled: {reason}")
         return Answer(data)
 
     def _token_id(self, token: str | int) -> int | None:

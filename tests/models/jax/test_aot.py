@@ -133,6 +133,14 @@ def test_what_is_no_slice(
     assert message in done.stderr
 
 
+def test_the_slice_says_how_many_ranks_there_are(tmp_path: Path) -> None:
+    done = compile_for(
+        tmp_path, LLAMA_8B | {"num_attention_heads": 4, "num_key_value_heads": 4}, "v5e:2x4"
+    )
+    assert done.returncode == 2
+    assert "--tp is 8; it must divide the model's 4 heads" in done.stderr
+
+
 def test_what_is_no_tpu() -> None:
     with pytest.raises(ConfigError, match="--for is 'h100:8'; it must be a slice such as v5e:2x4"):
         chip_of("h100:8")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weft.errors import ConfigError
 from weft.serving.batch import files
-from weft.serving.batch.files import STDIN, Inputs, find, spool
+from weft.serving.batch.files import STDIN, Inputs, answer_line, find, parse, spool
 
 
 def test_a_directory_is_its_jsonl_files_sorted(tmp_path: Path) -> None:
@@ -56,3 +57,31 @@ def test_stdin_is_kept(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one\ntwo\n"
     with pytest.raises(ConfigError, match="cannot copy stdin to"):
         spool(io.BytesIO(b"one\n"), tmp_path / "nowhere" / "kept")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"prompt": "a", "id": 7}', {"index": 0, "id": 7}),
+        ('{"prompt": "a", "custom_id": "x"}', {"index": 0, "custom_id": "x"}),
+        ('{"prompt": "a", "custom_id": 7}', {"index": 0, "custom_id": 7}),
+        ('\ufeff{"prompt": "a"}', {"index": 0}),
+    ],
+)
+def test_a_simple_line_keeps_its_id(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    """Also behind the byte order mark that editors on Windows write."""
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+    (line,) = Inputs([path])
+    row = parse(line, "m")
+    assert (row.problem, row.body) == (None, {"model": "m", "prompt": "a"})
+    body = b'{"choices": [{"text": "b", "finish_reason": "stop"}], "usage": {}}'
+    answer = answer_line(row, 200, body)
+    assert answer == expected | {"text": "b", "finish_reason": "stop", "usage": {}}
+
+
+def test_a_custom_id_that_is_a_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}}')
+    (line,) = Inputs([path])
+    assert parse(line, "m").problem == "line 1: custom_id is 7; it must be a string"

@@ -159,6 +159,18 @@ def check_shapes(lines: dict[int, dict[str, Any]]) -> None:
     assert [len(each["embedding"]) for each in embeddings["data"]] == [64, 64]
 
 
+def test_status_1_if_every_row_failed(
+    engine_config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": 3}\n{"prompt": 4}\n')
+    assert run(engine_config, ServerConfig(), [source], output) == 1
+    assert capsys.readouterr().err.endswith(f"batch: every row failed; {output} says why\n")
+    assert len(read(output)) == 2
+    source.write_text('{"prompt": 3}\n{"prompt": "a", "max_tokens": 1}\n')
+    assert run(engine_config, ServerConfig(), [source], output, overwrite=True) == 0
+
+
 def test_an_output_is_not_overwritten_by_accident(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("precious\n")
