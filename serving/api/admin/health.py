@@ -20,6 +20,7 @@ from weft.version import __version__
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)  # balancers and monitors use it
 @router.get("/health", **returns(Health))
 async def health(state: State) -> Response:
     """Return 200, always."""
@@ -29,6 +30,7 @@ async def health(state: State) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
+@router.head("/ready", include_in_schema=False)  # balancers and monitors use it
 @router.get("/ready", **returns(Status, or_status=503))
 async def ready(state: State) -> Response:
     """Return 200 while requests are served, else 503 with the reason as `status`."""

@@ -45,6 +45,7 @@ def _add(path: str, file: Path) -> None:
     headers = _HEADERS | {"etag": etag}
     media_type = _TYPES[file.suffix]
 
+    @router.head(path, include_in_schema=False)
     @router.get(path, include_in_schema=False)
     async def answer(request: Request) -> Response:
         if request.headers.get("if-none-match") == etag:

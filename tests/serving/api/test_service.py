@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 from support.server import Server
 
 from weft.version import __version__
@@ -23,6 +24,13 @@ def test_health_ready_version(http: httpx.Client) -> None:
     assert (health["status"], health["engine"], health["progressing"]) == ("ok", "ready", True)
     assert http.get("/ready").json() == {"status": "ready"}
     assert http.get("/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready"])
+def test_monitors_may_ask_for_the_head_alone(http: httpx.Client, path: str) -> None:
+    head, whole = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(whole.content))
 
 
 def test_metrics(server: Server, http: httpx.Client) -> None:
