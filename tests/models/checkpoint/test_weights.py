@@ -135,11 +135,20 @@ def test_a_number_that_is_not_finite_is_found(path: Path, value: float, dtype: t
 
     _edit(path, change)
     weights = _load(path)
-    by_name = {weight.name: weight for weight in weights._spec.weights}
+    by_name = {weight.name: weight for weight in read_spec(path).weights}
     for name in by_name.keys() - {GATE}:
         weights.read(by_name[name])
     with pytest.raises(ModelError, match=f"{SINGLE_FILE}: {GATE} holds {value}; the file is dam"):
         weights.read(by_name[GATE])
+
+
+def test_a_sum_that_overflows_is_fine(path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[GATE] = torch.full_like(tensors[GATE], 60_000.0).half()
+
+    _edit(path, change)
+    (gate,) = (weight for weight in read_spec(path).weights if weight.name == GATE)
+    assert _load(path).read(gate).sum() == float("inf")
 
 
 @pytest.mark.parametrize(
