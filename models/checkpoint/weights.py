@@ -45,17 +45,18 @@ OTHER_WEIGHTS = (
         "an adapter without its model",
         "merge it into the model with peft (merge_and_unload) and save that",
     ),
+    ("model-*-of-*.safetensors", "which only an index joins", f"get {INDEX_FILE}, too"),
     ("*.gguf", "in llama.cpp's format", "weft reads safetensors; give the original model"),
-    (
-        "*.safetensors",
-        "under another name",
-        f"rename a single file to {SINGLE_FILE}",
-    ),
     (
         "pytorch_model*.bin",
         "pickled, which can run code",
         "convert it once with transformers: "
         "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)",
+    ),
+    (
+        "*.safetensors",
+        "under another name",
+        f"if that is the whole model, rename it to {SINGLE_FILE}",
     ),
 )
 """Weights that are not read: their names, what they are, and what to do."""
@@ -264,10 +265,11 @@ def _check_tied(embedding: _Entry, lm_head: _Entry) -> None:
     one, other = (_open(each.file).get_slice(each.name) for each in (embedding, lm_head))
     shape = one.get_shape()
     rows = max(1, REMAP_BYTES // (4 * shape[1]))
-    equal = shape == other.get_shape() and all(
-        one[start : start + rows].equal(other[start : start + rows])
-        for start in range(0, shape[0], rows)
-    )
+    equal = (shape, one.get_dtype()) == (other.get_shape(), other.get_dtype())
+    for start in range(0, shape[0], rows) if equal else ():
+        block = one[start : start + rows]
+        _check_finite(block, embedding)  # NaN equals nothing
+        equal = equal and block.equal(other[start : start + rows])
     if not equal:
         raise ModelError(
             f"{lm_head.file}: {LM_HEAD} differs from {embedding.name}, but config.json says "

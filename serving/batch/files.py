@@ -169,8 +169,9 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def custom_id(self) -> str | None:
-        """Id that must be unique among all rows; None for simple rows, whose `id` may repeat."""
-        return self.id if not self.simple and isinstance(self.id, str) else None
+        """Id that must be unique among all rows; None without one. An `id` may repeat."""
+        unique = not self.simple or self.id_field == "custom_id"
+        return self.id if unique and isinstance(self.id, str) else None
 
 
 def parse(line: Line, model: str) -> Row:
@@ -192,11 +193,13 @@ def _parse(line: Line, model: str) -> Row:
     if not isinstance(content, dict):
         return Row(index, problem=f"{place} is not a JSON object")
     if "body" not in content and ("prompt" in content or "messages" in content):
+        if content.get("custom_id") is None:
+            content.pop("custom_id", None)
         id_field = "custom_id" if "custom_id" in content else "id"
         row_id = content.pop(id_field, None)
         url = SAMPLED[0] if "messages" in content else SAMPLED[1]
         row = Row(index, None, simple=True, url=url, body={"model": model} | content)
-        if isinstance(row_id, list | dict):
+        if isinstance(row_id, list | dict | bool):
             return replace(row, problem=f"{place}: {id_field} must be a string or a number")
         row = replace(row, id=row_id, id_field=id_field)
     else:

@@ -122,7 +122,8 @@ def run(
         runner_factory: see `AsyncEngine.start`; None is its default.
 
     Returns:
-        0 when every row has a line, even an error; 128 plus the signal's number after a signal.
+        0 when every row has a line, even an error; 1 when every row of a run from the start failed;
+        128 plus the signal's number after a signal.
 
     Raises:
         ConfigError: a file cannot be read or written, an output exists and must not be replaced,
@@ -224,7 +225,7 @@ class _Command:
                     file=sys.stderr,
                 )
         self._kept_stdin.unlink(missing_ok=True)
-        if status == 0 and 0 < journal.total == self._failed:
+        if status == 0 and before == 0 and 0 < journal.total == self._failed:
             print(f"batch: every row failed; {journal.paths[-1]} says why", file=sys.stderr)
             return 1
         return status

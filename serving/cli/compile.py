@@ -37,7 +37,7 @@ def compile_steps(settings: Settings, topology: str, as_json: bool) -> int:
 
     Reads only config.json, not the weights. Shows each chip's memory use, and how much of the
     traffic between chips is hidden behind matrix products. Compiled steps stay in
-    --compile-cache for `weft serve`. --tp is the number of the slice's chips unless you set it.
+    --compile-cache for `weft serve`. --tp 1, the default, stands for all devices of the slice.
 
     \b
     weft compile weft-demo --for v5e:2x2

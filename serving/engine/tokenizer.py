@@ -127,8 +127,9 @@ class Tokenizer:
         backend.no_padding()
         config_file = path / "tokenizer_config.json"
         config = _read_json(config_file)
-        special_tokens = _special_tokens(path, config)
-        _add_tokens(backend, config, special_tokens, config_file)
+        named = _special_tokens(path, config)
+        _add_tokens(backend, config, named, config_file)
+        special_tokens = {name: text for name, each in named.items() if (text := _text_of(each))}
         decoders = _decoder_types(backend)
         if unknown := decoders - _DECODERS:
             raise ModelError(f"{file}: decoder {min(unknown)} is not supported")
@@ -350,24 +351,39 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the named special tokens; those of a model's own have names in an object."""
+def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the named special tokens, each a text or an object with options.
+
+    Every field `..._token` is one, as in transformers. Those of a model's own may be in an object.
+    """
     named = _read_json(path / "special_tokens_map.json") | config
     own = named.get("extra_special_tokens")
-    found = {name: named.get(name) for name in _SPECIAL_TOKEN_NAMES}
-    found |= own if isinstance(own, dict) else {}
-    texts = {name: _text_of(token) for name, token in found.items()}
-    return {name: text for name, text in texts.items() if text is not None}
+    found = {
+        name: token
+        for name, token in named.items()
+        if name in _SPECIAL_TOKEN_NAMES or (name in config and name.endswith("_token"))
+    } | (own if isinstance(own, dict) else {})
+    return {name: token for name, token in found.items() if _text_of(token) is not None}
 
 
 def _text_of(token: Any) -> str | None:
-    """Return a token's text: tokens are strings, or objects with options."""
+    """Return a token's text; None for what is no token."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
+def _added_token(token: Any, **more: bool) -> Any:
+    """Return the library's form of a text, or of an object with options."""
+    from tokenizers import AddedToken
+
+    options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    given = token if isinstance(token, dict) else {"content": token}
+    chosen = {name: given[name] for name in options if name in given}
+    return AddedToken(given["content"], **(chosen | more))
+
+
 def _add_tokens(
-    backend: Any, config: dict[str, Any], special_tokens: dict[str, str], file: Path
+    backend: Any, config: dict[str, Any], special_tokens: dict[str, Any], file: Path
 ) -> None:
     """Add the tokens that only tokenizer_config.json names, in transformers' order.
 
@@ -377,15 +393,10 @@ def _add_tokens(
     Raises:
         ModelError: `added_tokens_decoder` does not describe tokens.
     """
-    from tokenizers import AddedToken
-
     described = config.get("added_tokens_decoder") or {}
-    options = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
-        tokens = [
-            AddedToken(token["content"], **{name: token[name] for name in options if name in token})
-            for _, token in sorted(described.items(), key=lambda item: int(item[0]))
-        ]
+        ordered = sorted(described.items(), key=lambda item: int(item[0]))
+        tokens = [_added_token({"content": token["content"]} | token) for _, token in ordered]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"{file}: added_tokens_decoder must be an object of ids and tokens, each with a content"
@@ -394,10 +405,12 @@ def _add_tokens(
     backend.add_tokens([token for token in tokens if repr(token) not in known])
     names = {token.content for token in backend.get_added_tokens_decoder().values()}
     more = [*special_tokens.values()]
-    for field_name in ("extra_special_tokens", "additional_special_tokens"):
-        listed = config.get(field_name)
-        more += filter(None, map(_text_of, listed if isinstance(listed, list) else []))
-    backend.add_special_tokens([text for text in dict.fromkeys(more) if text not in names])
+    listed = config.get("extra_special_tokens")
+    if not (isinstance(listed, list) and listed):
+        listed = config.get("additional_special_tokens")  # the older name
+    more += listed if isinstance(listed, list) else []
+    new = {text: token for token in more if (text := _text_of(token)) not in names and text}
+    backend.add_tokens([_added_token(token, special=True) for token in new.values()])
 
 
 def _decoder_types(backend: Any) -> set[str]:
@@ -477,19 +490,19 @@ def _is_text(value: object) -> bool:
 
 
 def _check_template(template: str, file: Path, name: str) -> None:
-    """Compile a chat template.
+    """Compile a chat template, without running it.
 
     Raises:
         ModelError: it is not valid Jinja.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    never = "{% for _ in [] %}" + template + "{% endfor %}"
     try:
-        render_jinja_template(conversations=[[]], chat_template=template)
-    except TemplateSyntaxError as error:
+        render_jinja_template(conversations=[[]], chat_template=never)
+    except (TemplateSyntaxError, SyntaxError) as error:  # the latter from nesting too deep
+        message = error.message if isinstance(error, TemplateSyntaxError) else error.msg
         raise ModelError(
             f"{file}: the chat template {name!r} is not valid Jinja, in line {error.lineno}: "
-            f"{error.message}"
+            f"{message}"
         ) from error
-    except _TEMPLATE_ERRORS:
-        pass  # the template compiles, and rejects a conversation without messages

@@ -121,8 +121,21 @@ def test_a_tied_model_with_another_lm_head_is_refused(tmp_path: Path, row: int) 
     message = "lm_head.weight differs from model.embed_tokens.weight, but config.json says tie_"
     with pytest.raises(ModelError, match=message):
         _load(path)
-    _edit(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(3)}))
-    with pytest.raises(ModelError, match=message):
+    for other in (torch.zeros(3), torch.zeros(3, dtype=torch.float8_e4m3fn)):
+        _edit(path, lambda tensors, other=other: tensors.update({"lm_head.weight": other}))
+        with pytest.raises(ModelError, match=message):
+            _load(path)
+
+
+def test_nan_in_a_tied_embedding_is_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+
+    def change(tensors: Tensors) -> None:
+        tensors["model.embed_tokens.weight"][0, 0] = torch.nan
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    _edit(path, change)
+    with pytest.raises(ModelError, match=r"model.embed_tokens.weight holds nan"):
         _load(path)
 
 
@@ -298,7 +311,8 @@ def test_a_checkpoint_without_safetensors_is_an_error(path: Path) -> None:
     [
         ("model-q4.gguf", "it has model-q4.gguf, in llama.cpp's format: weft reads safetensors"),
         ("adapter_model.safetensors", "an adapter without its model: merge it into the model"),
-        ("weights.safetensors", "under another name: rename a single file to model.safetensors"),
+        ("weights.safetensors", "under another name: if that is the whole model, rename it to mod"),
+        ("model-00001-of-00002.safetensors", f"which only an index joins: get {INDEX_FILE}, too"),
         ("README.md", f"nor {INDEX_FILE}$"),
     ],
 )

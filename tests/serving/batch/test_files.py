@@ -65,6 +65,7 @@ def test_stdin_is_kept(tmp_path: Path) -> None:
         ('{"prompt": "a", "id": 7}', {"index": 0, "id": 7}),
         ('{"prompt": "a", "custom_id": "x"}', {"index": 0, "custom_id": "x"}),
         ('{"prompt": "a", "custom_id": 7}', {"index": 0, "custom_id": 7}),
+        ('{"prompt": "a", "custom_id": null, "id": 3}', {"index": 0, "id": 3}),
         ('\ufeff{"prompt": "a"}', {"index": 0}),
     ],
 )
@@ -78,6 +79,12 @@ def test_a_simple_line_keeps_its_id(tmp_path: Path, text: str, expected: dict[st
     body = b'{"choices": [{"text": "b", "finish_reason": "stop"}], "usage": {}}'
     answer = answer_line(row, 200, body)
     assert answer == expected | {"text": "b", "finish_reason": "stop", "usage": {}}
+
+
+def test_the_custom_id_of_a_simple_line_must_be_unique(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a", "custom_id": "x"}\n{"prompt": "a", "id": "x"}')
+    assert [parse(line, "m").custom_id for line in Inputs([path])] == ["x", None]
 
 
 def test_a_custom_id_that_is_a_number_is_named(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content
 
 
 _TRUNCATION = {"direction": "Right", "strategy": "LongestFirst", "stride": 0}
+_DEEP = "{% for a in b %}" * 25 + "{% endfor %}" * 25
 _PADDING = {
     "direction": "Left",
     "pad_to_multiple_of": None,
@@ -117,15 +118,19 @@ def test_tokens_that_only_the_config_names_are_added(tmp_path: Path) -> None:
             "30": token | {"content": "<new>", "special": True},
         },
         extra_special_tokens=["<extra>"],
-        pad_token="<pad>",
+        additional_special_tokens=["<no>"],  # not beside the newer name
+        pad_token={"__type": "AddedToken", "content": "<pad>"} | token | {"lstrip": True},
+        image_token="<image>",
     )
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
-    text = "a<new>b<second>c<extra>d<pad>"
+    text = "a<new>b<second>c<extra>d <pad><image>e<no>"
     ids = ours.encode(text, add_special_tokens=False)
     assert ids == theirs.encode(text, add_special_tokens=False)
-    assert len(ids) == 8
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "ab<second>cd"
+    assert len(ids) == 14
+    shown = "ab<second>cde<no>"
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == shown
     assert ours.vocab_size == len(theirs)
+    assert ours.special_tokens["image_token"] == theirs.image_token == "<image>"
 
 
 @pytest.mark.parametrize("value", [[], {"1": "<new>"}, {"one": {"content": "<new>"}}, {"1": {}}])
