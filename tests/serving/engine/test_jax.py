@@ -190,7 +190,7 @@ def test_an_engine_of_several_must_have_its_tpus_on_one_machine() -> None:
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "is_installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"not installed: pip install 'jax\[tpu\]>=0.10'"):
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'jax\[tpu\]>=0.10.2'"):
         platform.prepare(1)
 
 

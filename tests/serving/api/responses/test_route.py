@@ -191,7 +191,7 @@ def test_the_client(echo: Server) -> None:
         ("input.role", {"input": [{"content": "a"}]}),
         ("input.call_id", {"input": [{"type": "function_call_output", "output": "a"}]}),
         ("temperature", {"temperature": 3}),
-        ("max_tokens", {"max_output_tokens": 0}),
+        ("max_output_tokens", {"max_output_tokens": 0}),
     ],
 )
 def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any]) -> None:
