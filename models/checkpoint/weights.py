@@ -179,7 +179,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _what_is_there(path: Path) -> str:
-    """Say which other weights a directory holds, and what to do with them."""
+    """Name the other weights in a directory, and say what to do with them."""
     for name in (SINGLE_FILE, INDEX_FILE):
         if (path / name).is_symlink():
             return (
@@ -257,7 +257,7 @@ def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
 
 
 def _check_tied(embedding: _Entry, lm_head: _Entry) -> None:
-    """Check that a tied model's LM head, which some exports hold, equals its embedding.
+    """Compare a tied model's LM head with its embedding. Some exports hold both.
 
     Raises:
         ModelError: they differ, so the config or the file is wrong.

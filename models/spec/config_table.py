@@ -1,7 +1,6 @@
 """Tables of the fields in config.json: read, refused unless they have a certain value, or harmless.
 
-weft ignores a field in none of the three tables. A test compares the tables with the fields that
-transformers' classes use.
+weft ignores all other fields. A test compares the tables with the fields of transformers' classes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ READ = frozenset(
         "eos_token_id",
     }
 )
-"""Fields that change what the model computes, or when an answer ends."""
+"""Fields with an effect on the model's numbers, or on the end of an answer."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -61,7 +60,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (),
     "quantization_config": (),
 }
-"""Fields with the values that weft implements; null is the same as absent."""
+"""Fields with their supported values; null is the same as absent."""
 
 HARMLESS = frozenset(
     {
@@ -90,14 +89,14 @@ HARMLESS = frozenset(
         "transformers_version",
     }
 )
-"""Fields that do not change an answer."""
+"""Fields without an effect on answers."""
 
 
 def refuse_others(fields: Fields) -> None:
     """Check the fields in `ONLY`.
 
     Raises:
-        ModelError: a field has a value that weft does not implement.
+        ModelError: a field has another value.
     """
     for name, allowed in ONLY.items():
         value = fields.values.get(name)

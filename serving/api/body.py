@@ -20,8 +20,8 @@ from weft.serving.engine.sampling_params import is_unicode
 MAX_DEPTH = 200
 """The maximum nesting of objects and lists in a body; pydantic_core has the same limit."""
 MAX_KEYS = 2048
-"""Maximum number of keys in an object whose values are checked, such as metadata."""
-_UNKNOWN_FIELDS = 32  # maximum number that are counted as errors, each by its name
+"""Maximum number of keys in an object with checked values, such as metadata."""
+_UNKNOWN_FIELDS = 32  # maximum number; each is an error of its own
 _EXPLAINED = 1 << 16  # maximum bytes of a body that is searched again for the field at fault
 _MAX_NAME = 80  # characters of a field's name in an error
 
@@ -56,7 +56,7 @@ def only_with(field: str, other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_early(schema: Any) -> None:
-    """Bound the number of errors that a schema of pydantic collects, also inside it."""
+    """Bound the number of errors from a pydantic schema, also from the schemas inside it."""
     if isinstance(schema, list | tuple):
         for each in schema:
             _end_early(each)
@@ -74,7 +74,7 @@ def _end_early(schema: Any) -> None:
         schema |= core_schema.no_info_before_validator_function(_has_few_keys, inner)
         return
     for name, each in schema.items():
-        # A schema's own metadata is none; the field `metadata` is in an object without a type.
+        # Skip a schema's own metadata. The field `metadata` is in an object without a type.
         if name != "metadata" or not isinstance(schema.get("type"), str):
             _end_early(each)
 
@@ -98,7 +98,7 @@ class Body(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Return pydantic's schema, with lists and objects that end at an error."""
+        """Return pydantic's schema; its lists end at the first error."""
         schema = handler(source)
         _end_early(schema)
         return schema

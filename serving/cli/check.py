@@ -162,7 +162,7 @@ def kernels(ops: Sequence[str], world_sizes: str, seeds: str, *, as_json: bool) 
 
 
 def aot(targets: Sequence[str], ops: Sequence[str], extent: Extent, *, as_json: bool) -> int:
-    """Compile every kernel for the targets; none means all that the installed Triton knows.
+    """Compile every kernel for the targets; none means all targets of the installed Triton.
 
     Args:
         extent: number of calls for each op: see `aot.cases`.

@@ -122,7 +122,7 @@ class Tokenizer:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{file}: {error}") from error
-        # A tokenizer that was saved after training may cut and pad; transformers ignores that, too.
+        # A tokenizer saved after training may cut and pad; transformers ignores that, too.
         backend.no_truncation()
         backend.no_padding()
         config_file = path / "tokenizer_config.json"
@@ -385,7 +385,7 @@ def _added_token(token: Any, **more: bool) -> Any:
 def _add_tokens(
     backend: Any, config: dict[str, Any], special_tokens: dict[str, Any], file: Path
 ) -> None:
-    """Add the tokens that only tokenizer_config.json names, in transformers' order.
+    """Add the tokens named only in tokenizer_config.json, in transformers' order.
 
     First come those of `added_tokens_decoder`, by id, then special tokens. A token's id is the
     next free one, as in transformers.
@@ -427,7 +427,7 @@ def _decoder_types(backend: Any) -> set[str]:
 
 
 def _eos_token_ids(backend: Any, special: dict[str, str], model: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer, of the first place that names any.
+    """Return the end tokens from the first file with any.
 
     transformers goes by generation_config.json, and by config.json if the former names none. Only
     without both does the tokenizer's own end token count.

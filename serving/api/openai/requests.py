@@ -230,7 +230,7 @@ class TextPart(Body):
 class FunctionCall(Body):
     """A function call by the model; `arguments` is JSON.
 
-    OpenAI's Python SDK adds `parsed_arguments` to the calls that it returns.
+    OpenAI's Python SDK adds `parsed_arguments` to the calls in its answers.
     """
 
     name: str
@@ -411,7 +411,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Annotated[ToolChoice | None, mode_or(NamedTool)] = None
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
-    # OpenAI's fields that are not supported: null is the same as absent.
+    # Unsupported fields of OpenAI's: null is the same as absent.
     audio: None = None
     function_call: None = None
     functions: None = None
