@@ -1,4 +1,7 @@
-"""Finds a checkpoint and reads its config.json.
+"""Finds a checkpoint on this machine, and reads its config.json.
+
+A model is named by a bundled model's name, a directory, an id on the Hugging Face hub, or a URL
+with s3:// or gs://. An id and a URL are looked up in a cache; download.py fills the cache.
 
 Only JSON is read here: no tensors and no code. `auto_map` in a config.json names Python files in
 the checkpoint; it is ignored.
@@ -6,36 +9,230 @@ the checkpoint; it is ignored.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weft.errors import ModelError
-from weft.models.spec.families import build_spec
-from weft.models.spec.spec import ModelSpec
+from weft.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from weft.models.spec.spec import ModelSpec
 
 BUNDLED = ("weft-demo", "weft-demo-moe")
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+OTHER_WEIGHTS = (
+    (
+        "adapter_model.*",
+        "an adapter without its model",
+        "merge it into the model with peft (merge_and_unload) and save that",
+    ),
+    ("model-*-of-*.safetensors", "which only an index joins", f"get {INDEX_FILE}, too"),
+    ("*.gguf", "in llama.cpp's format", "weft reads safetensors; give the original model"),
+    (
+        "pytorch_model*.bin",
+        "pickled, which can run code",
+        "convert it once with transformers: "
+        "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)",
+    ),
+    (
+        "*.safetensors",
+        "under another name",
+        f"if that is the whole model, rename it to {SINGLE_FILE}",
+    ),
+)
+"""Weights that are not read: their names, what they are, and what to do."""
+
+COMPLETE = ".complete"
+"""Empty file in a copy of a bucket's folder; it is there once all files are."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 
-def locate(model: str) -> Path:
-    """Return the checkpoint's directory.
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on the hub.
+
+    Attributes:
+        id: OWNER/NAME.
+        revision: a branch, a tag or a commit.
+    """
+
+    id: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return self.id if self.revision == "main" else f"{self.id} at {self.revision}"
+
+    @property
+    def cache(self) -> Path:
+        """The model's folder in the hub's cache (HF_HUB_CACHE, or HF_HOME/hub)."""
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{self.id.replace('/', '--')}"
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that the revision stands for; None if the cache does not know it."""
+        if _COMMIT.fullmatch(self.revision):
+            return self.revision
+        try:
+            return (self.cache / "refs" / self.revision).read_text().strip() or None
+        except OSError:
+            return None
+
+    @property
+    def snapshot(self) -> Path | None:
+        """The commit's directory in the cache, if it exists."""
+        commit = self.commit
+        path = self.cache / "snapshots" / (commit or "")
+        return path if commit and path.is_dir() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A model in object storage.
+
+    Attributes:
+        url: such as s3://bucket/models/Qwen3-0.6B, without a slash at its end.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def scheme(self) -> str:
+        """s3 or gs."""
+        return self.url.partition(":")[0]
+
+    @property
+    def copy(self) -> Path:
+        """The directory for this machine's copy: below XDG_CACHE_HOME, or ~/.cache."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        digest = hashlib.sha256(self.url.encode()).hexdigest()[:16]
+        return cache / "weft" / "models" / f"{self.url.rpartition('/')[2]}-{digest}"
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the copy has all files."""
+        return (self.copy / COMPLETE).exists()
+
+
+def remote(model: str, revision: str | None = None) -> HubModel | Bucket | None:
+    """Tell where a model comes from; None for a directory or a bundled model.
 
     Args:
-        model: the name of a bundled model (see `BUNDLED`), or a path to a directory. Write ./NAME
-            for a directory with the name of a bundled model.
+        model: the model, as a user names it. A directory with the name of a hub id comes first.
+        revision: a branch, a tag or a commit of a hub id.
 
     Raises:
-        ModelError: there is no such directory.
+        ConfigError: `revision` is given for something else than a hub id, or twice.
     """
-    bundled = Path(__file__).parent.parent / "bundled" / model
-    path = bundled if model in BUNDLED else Path(os.path.expanduser(model))
-    if not path.is_dir():
-        raise ModelError(
-            f"no checkpoint at {path}: give a directory with config.json and safetensors files, "
-            f"or a bundled model ({', '.join(BUNDLED)})"
-        )
+    name, is_url = model, "://" in model
+    scheme = model.partition("://")[0]
+    if is_url and scheme not in ("hf", "s3", "gs"):
+        raise ConfigError(f"--model is {model}; a URL must begin with hf://, s3:// or gs://")
+    if scheme in ("s3", "gs") and is_url:
+        if revision is not None:
+            raise ConfigError(f"--revision is {revision}; {scheme}:// has no revisions")
+        return Bucket(model.rstrip("/"))
+    if is_url:
+        name, _, inside = model.removeprefix("hf://").rstrip("/").partition("@")
+        if inside and revision is not None and inside != revision:
+            raise ConfigError(f"--revision is {revision}; --model {model} names another one")
+        revision = revision or inside or None
+        if not _HUB_ID.fullmatch(name):
+            raise ConfigError(f"--model is {model}; it must be hf://OWNER/NAME")
+    if not is_url and (model in BUNDLED or _directory(model).exists()):
+        if revision is not None:
+            raise ConfigError(f"--revision is {revision}; {model} is a directory on this machine")
+        return None
+    if not _HUB_ID.fullmatch(name):
+        return None
+    return HubModel(name, revision or "main")
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """Return the checkpoint's directory on this machine.
+
+    Args:
+        model: a bundled model's name (see `BUNDLED`), a directory, OWNER/NAME on the hub, or a URL.
+            Write ./NAME for a directory with the name of a bundled model.
+        revision: a branch, a tag or a commit of a hub id.
+
+    Raises:
+        ConfigError: `model` and `revision` do not fit together.
+        ModelError: there is no such directory, or it holds no checkpoint, or the model has not been
+            downloaded.
+    """
+    path = find(model, revision)
+    if not (path / "config.json").is_file():
+        raise ModelError(_what_is_wrong(path))
     return path
+
+
+def find(model: str, revision: str | None = None) -> Path:
+    """Return the directory of a model or a tokenizer, whatever it holds; see `locate`."""
+    source = remote(model, revision)
+    match source:
+        case HubModel():
+            path = source.snapshot
+        case Bucket():
+            path = source.copy if source.copy.is_dir() else None
+        case None:
+            path = _directory(model)
+    if path is None:
+        raise ModelError(f"{source} is not on this machine: `weft serve {model}` downloads it")
+    return path
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether a directory of the hub's cache holds config.json and all weights."""
+    if not (path / "config.json").is_file():
+        return False
+    if (path / SINGLE_FILE).is_file():
+        return True
+    if not (path / INDEX_FILE).is_file():
+        return False
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else []
+    return all((path / str(name)).is_file() for name in names)
+
+
+def other_weights(names: Iterable[str]) -> str:
+    """Name the weights among file names that weft does not read, and say what to do with them."""
+    names = sorted(names)
+    for pattern, kind, remedy in OTHER_WEIGHTS:
+        if found := [name for name in names if fnmatch(name, pattern)]:
+            shown = ", ".join(found[:3]) + (" and others" if len(found) > 3 else "")
+            return f"; it has {shown}, {kind}: {remedy}"
+    return ""
+
+
+def model_name(model: str) -> str:
+    """Return the name of a model for the API: the hub id, or the last part of the path.
+
+    A snapshot in the hub's cache has the name of its model, not of its commit.
+    """
+    source = remote(model)
+    if isinstance(source, HubModel):
+        return source.id
+    if isinstance(source, Bucket):
+        return source.url.rpartition("/")[2]
+    path = Path(os.path.abspath(os.path.expanduser(model)))
+    if path.parent.name == "snapshots" and (cached := _HUB_FOLDER.fullmatch(path.parts[-3])):
+        return f"{cached[1]}/{cached[2]}"
+    return path.resolve().name
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -44,6 +241,9 @@ def read_spec(path: Path) -> ModelSpec:
     Raises:
         ModelError: config.json cannot be read, or the model is not supported.
     """
+    # `weft serve` imports this module before it starts the engine; the families need numpy.
+    from weft.models.spec.families import build_spec
+
     return build_spec(read_json(path / "config.json"), path / "config.json")
 
 
@@ -62,3 +262,41 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a JSON {type(content).__name__}, not an object")
     return content
+
+
+def _directory(model: str) -> Path:
+    if model in BUNDLED:
+        return Path(__file__).parent.parent / "bundled" / model
+    return Path(os.path.expanduser(model))
+
+
+def _what_is_wrong(path: Path) -> str:
+    """Describe a path without a config.json, and what to give instead."""
+    if not path.exists():
+        return (
+            f"no checkpoint at {path}: give a directory with config.json and safetensors files, "
+            f"a model on the hub (OWNER/NAME), or a bundled model ({', '.join(BUNDLED)})"
+        )
+    if not path.is_dir():
+        if path.suffix == ".gguf":
+            return (
+                f"{path} is in llama.cpp's format: weft reads safetensors; give the original model"
+            )
+        return f"{path} is a file: give the directory with config.json and the weights"
+    link = path / "config.json"
+    if link.is_symlink():
+        return (
+            f"{link} is a link to {link.readlink()}, which does not exist; download the model again"
+        )
+    if cached := _HUB_FOLDER.fullmatch(path.name):
+        snapshots = sorted(each.name for each in path.glob("snapshots/*"))
+        advice = f"give {cached[1]}/{cached[2]}"
+        if snapshots:
+            advice += f", or the directory {path}/snapshots/{snapshots[-1]}"
+        return f"{path} is a folder of the hub's cache, not a checkpoint: {advice}"
+    names = sorted(each.name for each in path.iterdir())
+    if not names:
+        return f"{path} is empty: give a directory with config.json and safetensors files"
+    if other := other_weights(names):
+        return f"{path} has no config.json{other}"
+    return f"{path} has no config.json: give the directory that save_pretrained wrote"

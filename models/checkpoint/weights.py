@@ -25,12 +25,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.models.checkpoint.locate import read_json
+from weft.models.checkpoint.locate import INDEX_FILE, SINGLE_FILE, other_weights, read_json
 from weft.models.spec.layout import WHOLE, Layout
 from weft.models.spec.spec import ModelSpec, WeightSpec
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
 BASE = "model."
 """Prefix of all tensor names except the LM head's."""
@@ -38,28 +36,6 @@ LFS_POINTER = b"version https://git-lfs.github.com/"
 REMAP_BYTES = 64 * 2**20
 """Bytes read from one mapping before the file is mapped again; bounds the resident memory."""
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-
-OTHER_WEIGHTS = (
-    (
-        "adapter_model.*",
-        "an adapter without its model",
-        "merge it into the model with peft (merge_and_unload) and save that",
-    ),
-    ("model-*-of-*.safetensors", "which only an index joins", f"get {INDEX_FILE}, too"),
-    ("*.gguf", "in llama.cpp's format", "weft reads safetensors; give the original model"),
-    (
-        "pytorch_model*.bin",
-        "pickled, which can run code",
-        "convert it once with transformers: "
-        "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)",
-    ),
-    (
-        "*.safetensors",
-        "under another name",
-        f"if that is the whole model, rename it to {SINGLE_FILE}",
-    ),
-)
-"""Weights that are not read: their names, what they are, and what to do."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total)."""
@@ -186,10 +162,7 @@ def _what_is_there(path: Path) -> str:
                 f": {name} is a link to {(path / name).readlink()}, which does not exist; "
                 "download the model again"
             )
-    for pattern, kind, remedy in OTHER_WEIGHTS:
-        if found := sorted(file.name for file in path.glob(pattern)):
-            return f"; it has {_join_first(found)}, {kind}: {remedy}"
-    return ""
+    return other_weights(file.name for file in path.iterdir())
 
 
 def _open(file: Path) -> Any:

@@ -223,9 +223,8 @@ class ModelSpec:
 
     def compute_dtype(self, requested: str) -> str:
         """Resolve "auto" to the checkpoint's dtype; bfloat16 replaces float16."""
-        if requested != "auto":
-            return requested
-        return "bfloat16" if self.dtype == "float16" else self.dtype
+        dtype = self.dtype if requested == "auto" else requested
+        return "bfloat16" if dtype in ("float16", "half") else dtype
 
     def weight_bytes(self, dtype: str = "auto", quantization: str = "none") -> int:
         """Return how many bytes all weights take.

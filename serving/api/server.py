@@ -1,7 +1,8 @@
 """`weft serve`: the HTTP server and its engine, from start to end.
 
 The engine process starts first. It imports torch while this process imports its HTTP server, so
-/health responds long before the model is loaded.
+/health responds long before the model is loaded. If the model must be downloaded, the HTTP server
+starts first and responds during the download.
 
 At SIGTERM or SIGINT the server is no longer ready but still responds. Running requests get
 `drain_timeout` seconds to finish, and the exit status is 0. A second signal ends them at once.
@@ -29,6 +30,7 @@ from weft.serving.api.middleware.keys import Keyring
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
+from weft.serving.executor import fetch
 
 if TYPE_CHECKING:
     from weft.serving.api.http import HttpServer
@@ -110,21 +112,24 @@ class _Server:
 
     async def run(self) -> int:
         """Start, serve and shut down; returns the exit status."""
-        logs.say(f"weft loads {self._engine_config.model}, and will answer on {self._url()}")
+        config = self._engine_config
+        is_here = self._runner_factory != LOAD_MODEL or fetch.is_here(config)
+        logs.say(
+            f"weft {'loads' if is_here else 'downloads'} {config.model}, and will answer on "
+            f"{self._url()}"
+        )
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._on_signal)
         spawned = asyncio.Event()
-        loading = asyncio.create_task(
-            AsyncEngine.start(
-                self._engine_config,
-                runner_factory=self._runner_factory,
-                restart=self._server_config.restart,
-                on_spawned=spawned.set,
-            )
-        )
-        await _first(loading, spawned)  # no fork while a thread imports modules
-        state, server = await asyncio.to_thread(self._build_http)
+        # No fork while a thread imports modules: one of the two starts is over before the other.
+        if is_here:
+            loading = asyncio.create_task(self._start_engine(spawned))
+            await _first(loading, spawned)
+            state, server = await asyncio.to_thread(self._build_http)
+        else:
+            state, server = await asyncio.to_thread(self._build_http)
+            loading = asyncio.create_task(self._start_engine(spawned))
         self._state = state
         self._warn_if_open_to_all()
         if self._server_config.api_key_file is not None or self._tls is not None:
@@ -147,6 +152,14 @@ class _Server:
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
         return 1 if self._abort.is_set() else 0
+
+    async def _start_engine(self, spawned: asyncio.Event) -> AsyncEngine:
+        return await AsyncEngine.start(
+            self._engine_config,
+            runner_factory=self._runner_factory,
+            restart=self._server_config.restart,
+            on_spawned=spawned.set,
+        )
 
     def _build_http(self) -> tuple[ServerState, HttpServer]:
         from weft.serving.api.http import HttpServer

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
+from weft.models.checkpoint.locate import model_name
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.auth import open_paths
 from weft.serving.api.middleware.request_context import RequestContext
@@ -69,7 +70,7 @@ class ServerState:
     @classmethod
     def of(cls, engine_config: EngineConfig, server_config: ServerConfig) -> ServerState:
         """Return the state of a server before its engine is loaded."""
-        name = server_config.served_model_name or Path(engine_config.model).resolve().name
+        name = server_config.served_model_name or model_name(engine_config.model)
         folder = server_config.state_dir
         return cls(
             model=name,

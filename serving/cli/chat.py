@@ -38,7 +38,7 @@ def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
 
     \b
     weft chat
-    weft chat ./Qwen3-0.6B --system "Answer in French." --temperature 0.7
+    weft chat Qwen/Qwen3-0.6B --system "Answer in French." --temperature 0.7
     """
     from weft.serving.llm import LLM
 

@@ -7,6 +7,7 @@ model does not fit, the error quotes the compiler and names a slice that is larg
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict, replace
 from functools import partial
@@ -41,7 +42,7 @@ def compile_steps(settings: Settings, topology: str, as_json: bool) -> int:
 
     \b
     weft compile weft-demo --for v5e:2x2
-    weft compile ./Llama-3.1-8B --for v5e:2x4
+    weft compile Qwen/Qwen3-8B --for v5e:2x4
     weft compile ./Qwen3-30B-A3B --for v6e:2x4 --ep 8 --max-model-len 8192
     """
     return run(settings.build(EngineConfig), topology, as_json=as_json)
@@ -57,6 +58,7 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.jax import platform
     from weft.models.spec.layout import Layout, check_layout
+    from weft.serving.executor.fetch import fetch
     from weft.serving.executor.jax_loading import (
         cache_folder,
         check_settings,
@@ -74,7 +76,8 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     if config.tp == 1:
         config = replace(config, tp=len(devices))
     check_settings(config)
-    spec = read_spec(locate(config.model))
+    config = asyncio.run(fetch(config, weights=False))
+    spec = read_spec(locate(config.model, config.revision))
     check_layout(spec, config.tp, config.ep)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)

@@ -15,7 +15,7 @@ from weft.serving.config.sources import Settings
 
 @click.command(cls=TopicCommand)
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
-@takes(EngineConfig, ServerConfig)
+@takes(EngineConfig, ServerConfig, model=True)
 def config(settings: Settings, as_json: bool) -> int:
     """Show the value of each setting, and where it was set.
 

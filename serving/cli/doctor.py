@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +72,7 @@ SLOW_LINK = 1e9
 
 @click.command(cls=TopicCommand)
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
-@takes(EngineConfig, ServerConfig)
+@takes(EngineConfig, ServerConfig, model=True)
 def doctor(settings: Settings, as_json: bool) -> int:
     """Check that this machine can serve.
 
@@ -80,7 +81,7 @@ def doctor(settings: Settings, as_json: bool) -> int:
 
     \b
     weft doctor
-    weft doctor --model ./Qwen3-0.6B --tp 2
+    weft doctor Qwen/Qwen3-0.6B --tp 2
     """
     return run(settings.build(EngineConfig), settings.build(ServerConfig), as_json=as_json)
 
@@ -124,6 +125,7 @@ def examine_machine(engine: EngineConfig, models: Collection[str] = ()) -> list[
     """Check this node, and besides the engine's model these `models`."""
     if problem := _prerequisites():
         return problem
+    others = [name for name in models if name != engine.model]
     found = [
         _python(),
         _libraries(),
@@ -134,7 +136,8 @@ def examine_machine(engine: EngineConfig, models: Collection[str] = ()) -> list[
         _shared_memory(),
         _sockets(),
         _gpu(),
-        *(_model(name) for name in dict.fromkeys((*models, engine.model))),
+        *(_model(replace(engine, model=name, revision=None)) for name in others),
+        _model(engine),
     ]
     if engine.world_size > 1:
         found.append(_memfd())
@@ -339,23 +342,33 @@ def _gpu() -> Finding:
     return Finding("GPU", "ok", "none; weft runs on the processor")
 
 
-def _model(name: str) -> Finding:
+def _model(config: EngineConfig) -> Finding:
     """Check a checkpoint's files, tensor names and shapes, without reading the weights."""
-    from weft.models.checkpoint.locate import locate, read_spec
+    from weft.models.checkpoint.locate import locate, read_spec, remote
     from weft.models.checkpoint.weights import Weights
     from weft.serving.engine.tokenizer import Tokenizer
+    from weft.serving.executor.fetch import is_here
 
     try:
-        path = locate(name)
+        if not is_here(config):
+            source = remote(config.model, config.revision)
+            advice = "weft serve downloads it at its first start"
+            return Finding("model", "warn", f"{source} is not on this machine", advice)
+        path = locate(config.model, config.revision)
         spec = read_spec(path)
         Weights(path, spec)
         Tokenizer.load(path)
-    except ModelError as error:
+    except (ConfigError, ModelError) as error:
         return Finding(
-            "model", "fail", f"{name}: {error}", "give the directory of a complete checkpoint"
+            "model",
+            "fail",
+            f"{config.model}: {error}",
+            "give the directory of a complete checkpoint",
         )
     size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1024**2
-    return Finding("model", "ok", f"{name}: {spec.architecture}, {size:,.0f} MiB of weights")
+    return Finding(
+        "model", "ok", f"{config.model}: {spec.architecture}, {size:,.0f} MiB of weights"
+    )
 
 
 def _port(host: str, port: int) -> Finding:

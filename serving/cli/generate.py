@@ -13,11 +13,25 @@ from weft.serving.config.settings import EngineConfig
 from weft.serving.config.sources import Settings
 
 
-@click.command(cls=TopicCommand)
-@click.argument("prompt")
+class _Generate(TopicCommand):
+    """A command with `[MODEL] PROMPT`: a single argument is the prompt."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give a single argument to PROMPT; click gives it to the first one."""
+        rest = super().parse_args(ctx, args)
+        if ctx.params["prompt"] is None:
+            prompt = ctx.params["prompt"] = ctx.params.pop("model_argument")
+            ctx.params["model_argument"] = None
+            if prompt is None and not ctx.resilient_parsing:
+                raise click.MissingParameter(ctx=ctx, param_type="argument", param_hint="PROMPT")
+        return rest
+
+
+@click.command(cls=_Generate)
 @click.option("--raw", is_flag=True, help="continue the text, without the chat template")
 @sampling
-@takes(EngineConfig)
+@takes(EngineConfig, model=True)
+@click.argument("prompt", metavar="PROMPT", required=False)
 def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int:
     """Answer PROMPT, and write the answer while it is generated.
 
@@ -25,8 +39,9 @@ def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int
 
     \b
     weft generate "What is 47 + 85?"
+    weft generate Qwen/Qwen3-0.6B "Name three rivers."
     weft generate --raw "Once upon a time" --max-tokens 40 --temperature 0.8
-    weft generate --model ./Qwen3-0.6B - < question.txt
+    weft generate Qwen/Qwen3-0.6B - < question.txt
     """
     from weft.serving.llm import LLM
 

@@ -67,7 +67,7 @@ def takes(
 
     Args:
         configs: dataclasses with the settings.
-        model: make the model an argument of the command instead of a flag.
+        model: the model is an argument of the command, besides the flag --model.
         only: names of usable settings; None for all.
     """
     taken = sorted(
@@ -83,6 +83,12 @@ def takes(
     def decorate(function: Command) -> Command:
         def command(config_file: Path | None, **options: Any) -> int:
             given = {setting.name: options.pop(setting.name) for setting in taken}
+            if (argument := options.pop("model_argument", None)) is not None:
+                if given["model"] not in (None, argument):
+                    raise ConfigError(
+                        f"--model is {given['model']}, and MODEL is {argument}: give one of them"
+                    )
+                given["model"] = argument
             flags = {name: raw for name, raw in given.items() if raw is not None}
             settings = resolve(flags, os.environ, config_file)
             logs.configure(settings["log_format"].value)
@@ -92,10 +98,9 @@ def takes(
         command.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
         # The last decorator comes first in the help.
         for setting in reversed(taken):
-            if model and setting.name == "model":
-                click.argument("model", required=False)(command)
-            else:
-                _flag(setting)(command)
+            _flag(setting)(command)
+        if model:
+            click.argument("model_argument", metavar="[MODEL]", required=False)(command)
         return click.option(
             "--config",
             "config_file",

@@ -14,9 +14,13 @@ from weft.serving.config.sources import Settings
 def serve(settings: Settings) -> int:
     """Serve MODEL over HTTP, with OpenAI's API.
 
+    MODEL is OWNER/NAME on the Hugging Face hub, or a directory. A model that is not in the hub's
+    cache is downloaded first.
+
     \b
     weft serve
-    weft serve ./Qwen3-0.6B --port 9000 --max-model-len 4096
+    weft serve Qwen/Qwen3-0.6B
+    weft serve ./my-finetune --port 9000 --max-model-len 4096
     """
     from weft.serving.api.server import serve
 

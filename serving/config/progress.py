@@ -1,4 +1,4 @@
-"""Progress through a list of requests, on stderr: a bar on a terminal, else log lines.
+"""Progress of long work on stderr: a bar on a terminal, else log lines.
 
 On a terminal, rich draws a bar with the count, the rate and the remaining time. Otherwise a plain
 line appears every ten seconds. Nothing is written to stdout.
@@ -6,9 +6,12 @@ line appears every ten seconds. Nothing is written to stdout.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Self
+
+from weft.models.memory.ledger import human_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -75,6 +78,51 @@ class Progress:
             )
 
 
+class ByteProgress:
+    """Progress of a transfer in bytes. Use it in a `with` statement; it appears with the first one.
+
+    Args:
+        title: name of the work.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._started = self._last_line = time.monotonic()
+        self._first: int | None = None
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def set(self, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are here."""
+        if self._first is None:
+            self._first = done
+            self._started = self._last_line = time.monotonic()
+            if sys.stderr.isatty():
+                self._bar = _byte_bar()
+                self._task = self._bar.add_task(self.title, total=total)
+                self._bar.start()
+            else:
+                self._write(human_bytes(total))
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total)
+        elif time.monotonic() - self._last_line >= LINE_EVERY:
+            self._last_line = time.monotonic()
+            rate = (done - self._first) / max(time.monotonic() - self._started, 1e-9)
+            left = (total - done) / rate if rate else math.inf
+            amount = f"{human_bytes(done)} of {human_bytes(total)}"
+            self._write(f"{amount}, {human_bytes(int(rate))}/s, {left:.0f} s left")
+
+    def _write(self, text: str) -> None:
+        print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+
+
 def _bar() -> Bar:
     from rich.console import Console
     from rich.progress import (
@@ -90,6 +138,27 @@ def _bar() -> Bar:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def _byte_bar() -> Bar:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )

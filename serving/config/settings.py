@@ -16,7 +16,7 @@ from weft.serving.config.logs import LogFormat
 from weft.serving.config.slices import Slice, parse
 
 Backend = Literal["auto", "torch", "jax"]
-Dtype = Literal["auto", "bfloat16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float16", "half", "float32"]
 Quantization = Literal["none", "int8"]
 Device = Literal["auto", "cpu", "cuda", "tpu"]
 Kernels = Literal["auto", "overlapped", "plain"]
@@ -52,15 +52,29 @@ class EngineConfig:
     Every field except `replica` is a setting. The API process fills in `replica` for each engine.
     """
 
-    model: Annotated[str, Help("checkpoint directory, or name of a bundled model")] = "weft-demo"
-    tokenizer: Annotated[str | None, Help("tokenizer directory; else the model's")] = None
+    model: Annotated[
+        str,
+        Help(
+            "OWNER/NAME on the Hugging Face hub, a directory, a bundled model, or a URL with "
+            "hf://, s3:// or gs://"
+        ),
+    ] = "weft-demo"
+    revision: Annotated[
+        str | None, Help("branch, tag or commit of a model on the hub; else main")
+    ] = None
+    tokenizer: Annotated[
+        str | None, Help("tokenizer's directory, or a model on the hub; else the model's")
+    ] = None
     backend: Annotated[
         Backend, Help("torch or jax; auto is jax where all machines have TPUs, else torch")
     ] = "auto"
     compile_cache: Annotated[
         str | None, Help("folder where jax caches compiled steps; else ~/.cache/weft/jax")
     ] = None
-    dtype: Annotated[Dtype, Help("compute type; auto uses the checkpoint's")] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Help("compute type; auto uses the checkpoint's; bfloat16 replaces float16 (half)"),
+    ] = "auto"
     quantization: Annotated[
         Quantization,
         Help("int8 rounds weights when loading, with one scale per output channel; CPUs only"),
@@ -334,7 +348,16 @@ class ServerConfig:
 
 TOPICS: dict[str, tuple[str, ...]] = {
     "Model": (
-        *("model", "tokenizer", "dtype", "quantization", "compress_weights", "pooling", "seed"),
+        *(
+            "model",
+            "revision",
+            "tokenizer",
+            "dtype",
+            "quantization",
+            "compress_weights",
+            "pooling",
+            "seed",
+        ),
     ),
     "Server": (*("host", "port", "served_model_name", "tool_parser", "reasoning_parser", "page"),),
     "Security": (

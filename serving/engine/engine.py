@@ -32,6 +32,7 @@ from weft.serving.engine.sampling_params import Grammar, SamplingParams
 from weft.serving.engine.supervisor import LOAD_MODEL, CoreSupervisor, Status
 from weft.serving.engine.timeline import Timelines
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
+from weft.serving.executor.fetch import fetch
 
 LIVE_GRAMMARS = 1 << 30  # bytes of compiled grammars that one core's requests may hold
 
@@ -65,7 +66,7 @@ class AsyncEngine:
         restart: bool = False,
         on_spawned: Callable[[], None] = lambda: None,
     ) -> AsyncEngine:
-        """Load the model; returns when requests can be served.
+        """Fetch and load the model; returns when requests can be served.
 
         Args:
             config: the settings.
@@ -76,9 +77,10 @@ class AsyncEngine:
             on_spawned: called once the cores' processes exist, or other nodes are awaited.
 
         Raises:
-            ConfigError, ModelError: a core cannot load the model.
+            ConfigError, ModelError: the model cannot be fetched, or a core cannot load it.
             EngineError: a core ended.
         """
+        config = await fetch(config)
         engine = cls(config, CoreSupervisor(config, in_process, runner_factory, restart))
         try:
             await engine._start(on_spawned)
@@ -358,7 +360,7 @@ def _pooling(config: EngineConfig) -> Pooling:
     from weft.models.checkpoint.locate import locate
 
     if config.pooling == "auto":
-        return read_pooling(locate(config.model))
+        return read_pooling(locate(config.model, config.revision))
     return Pooling(config.pooling)
 
 

@@ -296,10 +296,10 @@ class Tokenizer:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """Load the tokenizer named in an engine's settings; errors as from `Tokenizer.load`."""
-    from weft.models.checkpoint.locate import locate
+    from weft.models.checkpoint.locate import find, locate
 
-    model = locate(config.model)
-    return Tokenizer.load(config.tokenizer or model, model=model)
+    model = locate(config.model, config.revision)
+    return Tokenizer.load(find(config.tokenizer) if config.tokenizer else model, model=model)
 
 
 def fallback_byte(piece: str) -> int | None:

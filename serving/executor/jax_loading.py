@@ -27,6 +27,7 @@ from weft.serving.executor.loading import (
     RankContext,
     compute_dtype,
     context_length,
+    fetched,
 )
 from weft.serving.executor.placement import kind_of
 
@@ -56,11 +57,11 @@ def load_jax_model(
         ConfigError: a setting does not suit the model or jax, or the model does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
-    from weft.models.checkpoint.locate import locate, read_spec
+    from weft.models.checkpoint.locate import read_spec
     from weft.models.spec.layout import Layout, check_layout
 
     check_settings(config)
-    path = locate(config.model)
+    path = fetched(config, progress)
     spec = read_spec(path)
     check_layout(spec, config.tp, config.ep)
     max_model_len = context_length(config, spec)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -116,7 +117,7 @@ def load_model(
         ConfigError: a setting does not suit the model, or the model does not fit in memory.
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
-    from weft.models.checkpoint.locate import locate, read_spec
+    from weft.models.checkpoint.locate import read_spec
     from weft.models.memory.activations import cpu_activations, triton_activations
     from weft.models.memory.available import available_memory
     from weft.models.memory.plan import MemoryPlan
@@ -129,7 +130,7 @@ def load_model(
         from weft.serving.executor.jax_loading import load_jax_model
 
         return load_jax_model(config, progress, context)
-    path = locate(config.model)
+    path = fetched(config, progress)
     spec = read_spec(path)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
@@ -223,6 +224,20 @@ def load_model(
     return LoadedModel(runner, info)
 
 
+def fetched(config: EngineConfig, progress: Progress) -> Path:
+    """Return the checkpoint's directory; on other nodes than the first, download it if necessary.
+
+    Raises:
+        ModelError: the model cannot be found or downloaded.
+    """
+    from weft.models.checkpoint.download import download
+    from weft.models.checkpoint.locate import locate, remote
+
+    if (source := remote(config.model, config.revision)) is not None:
+        download(source, progress)
+    return locate(config.model, config.revision)
+
+
 class SlowRunner:
     """ModelRunner with a progress log line every ten seconds."""
 
@@ -275,7 +290,7 @@ def check_ranks(config: EngineConfig) -> None:
         check_settings(config)
     elif config.kernels == "overlapped":
         _require_triton()
-    spec = read_spec(locate(config.model))
+    spec = read_spec(locate(config.model, config.revision))
     overlapped = config.kernels == "overlapped"
     check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
 
@@ -308,6 +323,8 @@ def compute_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     dtype = spec.compute_dtype(config.dtype)
     if config.dtype == "auto" and dtype != spec.dtype:
         logger.info("%s is stored in %s and computed in %s", config.model, spec.dtype, dtype)
+    elif config.dtype not in ("auto", dtype):
+        logger.info("--dtype %s: %s is computed in %s", config.dtype, config.model, dtype)
     return dtype
 
 

@@ -9,19 +9,37 @@ from pathlib import Path
 import pytest
 from support.checkpoints import make_checkpoint
 
-from weft.errors import ModelError
-from weft.models.checkpoint.locate import BUNDLED, locate, read_json, read_spec
+from weft.errors import ConfigError, ModelError
+from weft.models.checkpoint.locate import (
+    BUNDLED,
+    Bucket,
+    HubModel,
+    locate,
+    model_name,
+    read_json,
+    read_spec,
+    remote,
+)
 
 
-def test_a_directory_is_found(tmp_path: Path) -> None:
-    assert locate(str(tmp_path)) == tmp_path
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory that looks like a checkpoint."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_directory_is_found(checkpoint: Path) -> None:
+    assert locate(str(checkpoint)) == checkpoint
 
 
 def test_the_home_directory_can_be_written_as_a_tilde(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert locate("~") == tmp_path
+    monkeypatch.setenv("HOME", str(checkpoint))
+    assert locate("~") == checkpoint
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -39,11 +57,93 @@ def test_what_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
     assert "\n" not in message
 
 
-def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    with pytest.raises(ModelError, match="no checkpoint at"):
-        locate(str(file))
+def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert remote("owner/name") == HubModel("owner/name")
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert remote("owner/name") is None
+    assert remote("hf://owner/name") == HubModel("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "source"),
+    [
+        ("Qwen/Qwen3-0.6B", None, HubModel("Qwen/Qwen3-0.6B")),
+        ("Qwen/Qwen3-0.6B", "v1", HubModel("Qwen/Qwen3-0.6B", "v1")),
+        ("hf://Qwen/Qwen3-0.6B@abc", None, HubModel("Qwen/Qwen3-0.6B", "abc")),
+        ("hf://Qwen/Qwen3-0.6B@abc", "abc", HubModel("Qwen/Qwen3-0.6B", "abc")),
+        ("s3://bucket/models/Qwen3/", None, Bucket("s3://bucket/models/Qwen3")),
+        ("gs://bucket/Qwen3", None, Bucket("gs://bucket/Qwen3")),
+        *((path, None, None) for path in ("weft-demo", "./a/b", "../a/b", "/a/b", "~/a", "a/b/c")),
+    ],
+)
+def test_names_of_models(model: str, revision: str | None, source: object) -> None:
+    assert remote(model, revision) == source
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "message"),
+    [
+        ("http://host/model", None, "--model is http://host/model; a URL must begin with hf://"),
+        ("hf://Qwen", None, "--model is hf://Qwen; it must be hf://OWNER/NAME"),
+        ("hf://a/b@v1", "v2", "--revision is v2; --model hf://a/b@v1 names another one"),
+        ("s3://b/m", "v1", "--revision is v1; s3:// has no revisions"),
+        ("weft-demo", "v1", "--revision is v1; weft-demo is a directory on this machine"),
+    ],
+)
+def test_names_that_do_not_fit(model: str, revision: str | None, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        remote(model, revision)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("hf://Qwen/Qwen3-0.6B@abc", "Qwen/Qwen3-0.6B"),
+        ("s3://bucket/models/Qwen3-0.6B/", "Qwen3-0.6B"),
+        ("/models/my-finetune/", "my-finetune"),
+        ("/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/7ae5576", "Qwen/Qwen3-0.6B"),
+        ("weft-demo", "weft-demo"),
+    ],
+)
+def test_the_name_in_the_api(model: str, name: str) -> None:
+    assert model_name(model) == name
+
+
+@pytest.mark.parametrize(
+    ("files", "at", "message"),
+    [
+        (["m.gguf"], "m.gguf", "m.gguf is in llama.cpp's format: weft reads safetensors"),
+        (["model.safetensors"], "model.safetensors", "is a file: give the directory"),
+        ([], "", "is empty: give a directory with config.json"),
+        (["m-q4.gguf"], "", "has no config.json; it has m-q4.gguf, in llama.cpp's format"),
+        (["adapter_config.json", "adapter_model.safetensors"], "", "an adapter without its model"),
+        (["params.json", "tokenizer.model"], "", "has no config.json: give the directory"),
+        (
+            ["models--Qwen--Qwen3/snapshots/7ae5/config.json", "models--Qwen--Qwen3/refs/main"],
+            "models--Qwen--Qwen3",
+            "give Qwen/Qwen3, or the directory",
+        ),
+    ],
+)
+def test_what_is_there_but_is_no_checkpoint_is_named(
+    tmp_path: Path, files: list[str], at: str, message: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError) as error:
+        locate(str(tmp_path / at))
+    assert message in str(error.value)
+    assert str(tmp_path / at) in str(error.value)
+
+
+def test_a_dangling_link_of_the_cache_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("../../blobs/abc")
+    with pytest.raises(ModelError, match=r"is a link to ../../blobs/abc, which does not exist"):
+        locate(str(tmp_path))
 
 
 @pytest.mark.parametrize(

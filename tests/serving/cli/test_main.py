@@ -90,7 +90,7 @@ def test_flags_of_settings_show_type_and_default(run: Run) -> None:
     text = " ".join(run("serve", "--help").stdout.split())
     assert "--max-queue N maximum waiting requests; further ones get a 429 [default: 1024]" in text
     assert "--kv-cache-memory SIZE" in text
-    assert "--dtype auto|bfloat16|float32" in text
+    assert "--dtype auto|bfloat16|float16|half|float32" in text
     assert "--prefix-caching / --no-prefix-caching" in text
 
 
@@ -100,7 +100,7 @@ USAGE_ERRORS = [
     (["generate"], "PROMPT"),
     (
         ["serve", "--dtype", "fp8"],
-        "--dtype is 'fp8'; it must be one of auto, bfloat16, float32",
+        "--dtype is 'fp8'; it must be one of auto, bfloat16, float16, half, float32",
     ),
     (["serve", "--port", "70000"], "--port is 70000; it must be at most 65535"),
     (["serve", "--max-model-len", "many"], "--max-model-len is 'many'; it must be an integer"),

@@ -61,4 +61,4 @@ def test_help_lists_flags_by_topic(command: str) -> None:
     for name, setting in SETTINGS.items():
         if any(param.name == name for param in weft.commands[command].params):
             shown = len(re.findall(rf"^  {setting.flag}\b(?!-)", text, flags=re.MULTILINE))
-            assert shown == (name != "model" or command != "serve"), name
+            assert shown == 1, name

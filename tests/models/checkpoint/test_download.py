@@ -1,0 +1,355 @@
+"""Downloads from a hub that the test runs, and from object storage, into a cache of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.checkpoints import make_checkpoint
+from support.hub import Hub
+
+CODE = """
+import json, sys
+from weft.errors import WeftError
+from weft.models.checkpoint.download import download
+from weft.models.checkpoint.locate import locate, remote
+
+model, revision, weights = json.load(sys.stdin)
+seen = []
+try:
+    source = remote(model, revision)
+    commit = download(source, lambda done, total: seen.append((done, total)), weights=weights)
+    print(json.dumps([str(locate(model, revision)), commit, seen]))
+except WeftError as error:
+    print(json.dumps(["error", str(error), seen]))
+"""
+
+MODEL = "owner/name"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("origin") / "m", "llama", max_shard_size="200KB")
+
+
+@pytest.fixture
+def hub(checkpoint: Path) -> Iterator[Hub]:
+    with Hub() as hub:
+        hub.add(MODEL, checkpoint)
+        yield hub
+
+
+def start(
+    environment: dict[str, str],
+    model: str = MODEL,
+    revision: str | None = None,
+    weights: bool = True,
+) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE],
+        env=os.environ | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps([model, revision, weights]))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def result(process: subprocess.Popen[str]) -> tuple[str, str | None, list[tuple[int, int]]]:
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0
+    place, told, seen = json.loads(out)
+    assert told is None or "\n" not in told
+    return place, told, seen
+
+
+def fetch(
+    environment: dict[str, str],
+    model: str = MODEL,
+    revision: str | None = None,
+    weights: bool = True,
+) -> tuple[str, str | None, list[tuple[int, int]]]:
+    return result(start(environment, model, revision, weights))
+
+
+def error(environment: dict[str, str], model: str = MODEL, revision: str | None = None) -> str:
+    place, message, _ = fetch(environment, model, revision)
+    assert place == "error", place
+    assert message is not None
+    return message
+
+
+def shards(path: Path) -> list[str]:
+    return sorted(file.name for file in path.glob("*.safetensors"))
+
+
+def test_only_the_needed_files_come_and_only_once(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    repository = hub.models[MODEL]
+    for name in ("README.md", "consolidated.safetensors", "original/params.json", "m.gguf"):
+        repository.files[name] = b"not needed"
+    environment = hub.environment(tmp_path)
+    place, commit, seen = fetch(environment)
+    assert commit == repository.commit
+    path = Path(place)
+    assert path.parent == tmp_path / "hub" / "models--owner--name" / "snapshots"
+    assert {file.name for file in path.iterdir()} == {file.name for file in checkpoint.iterdir()}
+    for file in checkpoint.iterdir():
+        assert (path / file.name).read_bytes() == file.read_bytes()
+    totals = {total for _, total in seen}
+    assert totals == {sum(file.stat().st_size for file in checkpoint.iterdir())}
+    assert seen[-1][0] == seen[-1][1]
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+    asked = hub.requests.total()
+    assert fetch(environment) == (place, commit, [])
+    assert fetch(environment | {"HF_HUB_OFFLINE": "1"}) == (place, commit, [])
+    assert fetch(environment, MODEL, commit)[0] == place
+    assert fetch(environment, f"hf://{MODEL}")[0] == place
+    assert hub.requests.total() == asked  # the network is not asked again
+
+
+def test_config_without_weights(hub: Hub, tmp_path: Path) -> None:
+    environment = hub.environment(tmp_path)
+    place, _, _ = fetch(environment, weights=False)
+    assert (Path(place) / "config.json").is_file()
+    assert shards(Path(place)) == []
+    assert shards(Path(fetch(environment)[0])) != []
+
+
+def test_a_tag_and_a_commit_are_revisions(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.models[MODEL].commit
+    environment = hub.environment(tmp_path)
+    assert fetch(environment, MODEL, "v1")[1] == commit
+    assert fetch(environment, f"hf://{MODEL}@v1")[1] == commit
+    assert fetch(hub.environment(tmp_path / "other"), MODEL, commit)[1] == commit
+    assert "but not the revision 'v2'" in error(environment, MODEL, "v2")
+
+
+LARGE = 32 * 2**20
+"""Bytes; huggingface_hub keeps a partial file in steps of 10 MB."""
+
+
+def enlarge(hub: Hub, checkpoint: Path) -> str:
+    """Make one shard large; returns its name."""
+    file = shards(checkpoint)[0]
+    hub.models[MODEL].files[file] = bytes(LARGE)
+    return file
+
+
+def test_a_cut_connection_continues_where_it_ended(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = enlarge(hub, checkpoint)
+    hub.cuts[file] = 1
+    place, _, seen = fetch(hub.environment(tmp_path))
+    assert (Path(place) / file).read_bytes() == bytes(LARGE)
+    assert LARGE < hub.sent[file] < LARGE * 5 // 4
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_killed_download_keeps_the_files_that_are_whole(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    *whole, last = shards(checkpoint)
+    hub.held = {last}
+    environment = hub.environment(tmp_path)
+    process = start(environment)
+    blobs = tmp_path / "hub" / "models--owner--name" / "blobs"
+    digests = [hashlib.sha256((checkpoint / file).read_bytes()).hexdigest() for file in whole]
+    while not (hub.waiting.is_set() and all((blobs / digest).exists() for digest in digests)):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert "HF_HUB_OFFLINE" in error(environment | {"HF_HUB_OFFLINE": "1"})
+    hub.gate.set()
+    hub.sent.clear()
+    place, _, seen = fetch(environment)
+    for file in shards(checkpoint):
+        assert (Path(place) / file).read_bytes() == (checkpoint / file).read_bytes()
+    assert {file for file in hub.sent if file.endswith(".safetensors")} == {last}
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_two_processes_download_once(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.held = set(shards(checkpoint))
+    environment = hub.environment(tmp_path)
+    processes = [start(environment) for _ in range(2)]
+    assert hub.waiting.wait(600)
+    asked = "GET /api/models/owner/name/revision/main"
+    while hub.requests[asked] < 2:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.01)
+    hub.gate.set()
+    first, second = (result(process) for process in processes)
+    assert first[:2] == second[:2]
+    for file in shards(checkpoint):
+        assert hub.sent[file] == (checkpoint / file).stat().st_size
+
+
+def test_a_wrong_hash_is_found_and_the_next_run_mends_it(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = shards(checkpoint)[1]
+    hub.wrong.add(file)
+    environment = hub.environment(tmp_path)
+    message = error(environment)
+    assert f"{file} is damaged: its SHA-256 is " in message
+    assert hashlib.sha256((checkpoint / file).read_bytes()).hexdigest()[:12] in message
+    hub.wrong.clear()
+    place, _, _ = fetch(environment)
+    assert (Path(place) / file).read_bytes() == (checkpoint / file).read_bytes()
+
+
+def test_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> None:
+    environment = hub.environment(tmp_path)
+    assert "has no such model; if it is private, HF_TOKEN" in error(environment, "owner/other")
+    repository = hub.models[MODEL]
+    repository.token = "hf_right"
+    assert "HF_TOKEN must hold a token" in error(environment)
+    assert "HF_TOKEN must hold a token" in error(environment | {"HF_TOKEN": "hf_wrong"})
+    assert fetch(environment | {"HF_TOKEN": "hf_right"})[1] == repository.commit
+    repository.gated, repository.token = True, None
+    message = error(hub.environment(tmp_path / "other"))
+    assert f"accept the terms at {hub.url}/owner/name" in message
+
+
+def test_without_a_network_it_says_how_to_fetch_it_elsewhere(hub: Hub, tmp_path: Path) -> None:
+    environment = hub.environment(tmp_path)
+    cache = str(tmp_path / "hub" / "models--owner--name")
+    for more, reason in (
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
+    ):
+        message = error(environment | more)
+        assert reason in message
+        assert "`hf download owner/name` fetches it" in message
+        assert cache in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config.json": None}, "owner/name has no config.json"),
+        ({"config.json": b'{"architectures": ["MambaForCausalLM"]}'}, "MambaForCausalLM"),
+        ({"model.safetensors.index.json": None}, "which only an index joins"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "gone.safetensors"}}'},
+            "owner/name lacks gone.safetensors",
+        ),
+    ],
+)
+def test_a_model_that_does_not_load_is_refused_before_its_weights(
+    hub: Hub, tmp_path: Path, change: dict[str, bytes | None], message: str
+) -> None:
+    files = hub.models[MODEL].files
+    for name, content in change.items():
+        del files[name]
+        if content is not None:
+            files[name] = content
+    assert message in error(hub.environment(tmp_path))
+    assert not any(name.endswith(".safetensors") for name in hub.sent)
+
+
+def test_pickled_weights_are_named(hub: Hub, tmp_path: Path) -> None:
+    files = hub.models[MODEL].files
+    for name in [name for name in files if "safetensors" in name]:
+        del files[name]
+    files["pytorch_model.bin"] = b"pickle"
+    message = error(hub.environment(tmp_path))
+    assert "it has pytorch_model.bin, pickled" in message
+    assert "save_pretrained" in message
+
+
+@pytest.fixture(scope="module")
+def storage() -> Iterator[tuple[dict[str, str], str]]:
+    """Object storage over HTTP: variables with its address, and a bucket."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        environment = {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            boto3.client("s3").create_bucket(Bucket="models")
+            yield environment, "models"
+    finally:
+        server.stop()
+
+
+def test_object_storage(
+    storage: tuple[dict[str, str], str], checkpoint: Path, tmp_path: Path
+) -> None:
+    import boto3
+
+    environment, bucket = storage
+    client = boto3.client("s3")
+    for file in checkpoint.iterdir():
+        client.upload_file(str(file), bucket, f"a/tiny/{file.name}")
+    client.put_object(Bucket=bucket, Key="a/tiny/README.md", Body=b"not needed")
+    environment = environment | {"XDG_CACHE_HOME": str(tmp_path)}
+    place, commit, seen = fetch(environment, f"s3://{bucket}/a/tiny/")
+    assert commit is None
+    assert Path(place).parent == tmp_path / "weft" / "models"
+    for file in checkpoint.iterdir():
+        assert (Path(place) / file.name).read_bytes() == file.read_bytes()
+    assert not (Path(place) / "README.md").exists()
+    assert seen[-1][0] == seen[-1][1] > 0
+    unreachable = environment | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    assert fetch(unreachable, f"s3://{bucket}/a/tiny") == (place, None, [])
+    message = error(unreachable, f"s3://{bucket}/a/other")
+    assert message.startswith(f"s3://{bucket}/a/other cannot be read: ")
+    assert "s3://models/nothing has no config.json" in error(environment, "s3://models/nothing")
+
+
+def test_a_partial_copy_of_object_storage_continues(
+    storage: tuple[dict[str, str], str], checkpoint: Path, tmp_path: Path
+) -> None:
+    import boto3
+
+    environment, bucket = storage
+    environment = environment | {"XDG_CACHE_HOME": str(tmp_path)}
+    client = boto3.client("s3")
+    for file in checkpoint.iterdir():
+        client.upload_file(str(file), bucket, f"b/{file.name}")
+    folder = Path(remote_copy(environment, f"s3://{bucket}/b"))
+    folder.mkdir(parents=True)
+    first, second, *_ = shards(checkpoint)
+    content = (checkpoint / first).read_bytes()
+    (folder / f"{first}.incomplete").write_bytes(content[:1000])
+    (folder / f"{second}.incomplete").write_bytes(bytes(10**6))  # longer than the file
+    place, _, seen = fetch(environment, f"s3://{bucket}/b")
+    assert Path(place) == folder
+    for file in (first, second):
+        assert (folder / file).read_bytes() == (checkpoint / file).read_bytes()
+    assert not list(folder.glob("*.incomplete"))
+    assert seen[-1][0] == seen[-1][1]
+
+
+def remote_copy(environment: dict[str, str], url: str) -> str:
+    code = f"from weft.models.checkpoint.locate import remote; print(remote({url!r}).copy)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    return done.stdout.strip()
