@@ -6,8 +6,9 @@ come first in the help, under "Options".
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 
 from weft.errors import ConfigError, RequestError
-from weft.serving.config import logs
+from weft.serving.config import logs, vllm_names
 from weft.serving.config.fields import Setting, settings_of
 from weft.serving.config.settings import TOPICS, EngineConfig, ServerConfig
 from weft.serving.config.sources import resolve
@@ -26,20 +27,54 @@ if TYPE_CHECKING:
 Command = Callable[..., int]
 
 NO_TOPIC = "Options"
+SIMILAR = 0.8  # of two flags, from 0 to 1; a suggestion is at least as similar
 TOPIC_OF = {name: topic for topic, names in TOPICS.items() for name in names}
 _ORDER = {name: place for place, name in enumerate(TOPIC_OF)}
 
 
 class TopicOption(click.Option):
-    """A flag with a topic for the help."""
+    """A flag with a topic for the help, and with other names that the help does not show."""
 
-    def __init__(self, *args: Any, topic: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, param_decls: Sequence[str], *, topic: str, aliases: Sequence[str] = (), **kwargs: Any
+    ) -> None:
+        super().__init__(param_decls, **kwargs)
         self.topic = topic
+        for alias in aliases:
+            on, _, off = alias.partition("/")
+            self.opts.append(on)
+            if off:
+                self.secondary_opts.append(off)
+        self._hidden = {name for alias in aliases for name in alias.split("/")}
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the flag and its help, without the other names."""
+        names = self.opts, self.secondary_opts
+        self.opts, self.secondary_opts = (
+            [name for name in each if name not in self._hidden] for each in names
+        )
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts, self.secondary_opts = names
 
 
 class TopicCommand(click.Command):
     """A command whose help lists its flags by topic."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse flags; an unknown one gets advice, or a suggestion that is very similar."""
+        if any(isinstance(param, TopicOption) for param in self.params):
+            args = [arg for arg in args if arg not in vllm_names.NO_OPS]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            flag = error.option_name
+            if (advice := vllm_names.ADVICE.get(flag)) is not None:
+                raise click.UsageError(f"There is no {flag}: {advice}.", ctx) from None
+            known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
+            near = difflib.get_close_matches(flag, known, n=1, cutoff=SIMILAR)
+            raise click.NoSuchOption(flag, possibilities=near, ctx=ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each topic, in the order of the command's flags."""
@@ -120,10 +155,11 @@ def _flag(setting: Setting) -> Callable[[Command], Command]:
     add = option(TOPIC_OF[setting.name])
     default = "" if setting.default is None else f"  [default: {setting.default}]"
     text = setting.help.text + default
+    aliases = vllm_names.ALIASES.get(setting.name, ())
     if setting.type is bool:
         names = f"{setting.flag}/--no-{setting.flag[2:]}"
-        return add(names, setting.name, default=None, help=text)
-    return add(setting.flag, setting.name, metavar=_metavar(setting), help=text)
+        return add(names, setting.name, default=None, help=text, aliases=aliases)
+    return add(setting.flag, setting.name, metavar=_metavar(setting), help=text, aliases=aliases)
 
 
 def _metavar(setting: Setting) -> str:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from weft.errors import ConfigError
 from weft.serving.config.fields import Setting, settings_of
 from weft.serving.config.settings import EngineConfig, ServerConfig
+from weft.serving.config.vllm_names import ADVICE, setting_for
 
 Config = TypeVar("Config", EngineConfig, ServerConfig)
 
@@ -85,9 +86,12 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
         ConfigError: a name is unknown, or a value is invalid.
     """
     known = {setting.name: setting for setting in settings_of(EngineConfig)}
+    arguments = {setting_for(name) or name: raw for name, raw in arguments.items()}
     for name in arguments:
         if name not in known:
-            raise ConfigError(f"there is no setting {name!r}{_nearest(name, known)}")
+            flag = "--" + name.replace("_", "-")
+            advice = f": {ADVICE[flag]}" if flag in ADVICE else _nearest(name, known)
+            raise ConfigError(f"there is no setting {name!r}{advice}")
     return EngineConfig(**{name: _parse(known[name], raw, name) for name, raw in arguments.items()})
 
 

@@ -17,7 +17,10 @@ from weft.serving.config.sources import SETTINGS, resolve
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"dtype": "fp16"}, "--dtype is 'fp16'; it must be one of auto, bfloat16, float16, half, float32"),
+        (
+            {"dtype": "fp16"},
+            "--dtype is 'fp16'; it must be one of auto, bfloat16, float16, half, float32",
+        ),
         ({"threads": 0}, "--threads is 0; it must be at least 1"),
         ({"max_model_len": -1}, "--max-model-len is -1; it must be at least 1"),
         ({"memory_fraction": 0.0}, "--memory-fraction is 0.0; it must be above 0"),

@@ -1,0 +1,85 @@
+"""Flags of vLLM and llama.cpp: taken, or answered with what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from weft.errors import ConfigError
+from weft.serving.cli.main import weft
+from weft.serving.config.settings import EngineConfig
+from weft.serving.config.sources import SETTINGS, from_arguments
+from weft.serving.config.vllm_names import ADVICE, ALIASES, NO_OPS
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "coming-from-vllm.md"
+
+
+def parsed(*arguments: str) -> dict[str, object]:
+    """Return the flags of `weft serve`, before they are checked."""
+    return weft.commands["serve"].make_context("serve", list(arguments)).params
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_another_name_sets_the_same_setting(name: str) -> None:
+    for alias in ALIASES[name]:
+        on, _, off = alias.partition("/")
+        if off:
+            assert (parsed(on)[name], parsed(off)[name]) == (True, False)
+        else:
+            assert parsed(on, "7")[name] == "7"
+
+
+def test_the_help_shows_weft_s_names_alone() -> None:
+    text = weft.commands["serve"].get_help(click.Context(weft.commands["serve"]))
+    others = [each for names in ALIASES.values() for name in names for each in name.split("/")]
+    assert not [name for name in (*others, *NO_OPS, *ADVICE) if re.search(rf"(?<![\w-]){name}\b", text)]
+    assert "--tp N" in text
+
+
+def test_flags_for_what_weft_always_does_are_taken() -> None:
+    assert parsed(*NO_OPS) == parsed()
+
+
+@pytest.mark.parametrize("flag", ADVICE)
+def test_a_flag_without_an_equivalent_gets_advice(flag: str) -> None:
+    with pytest.raises(click.UsageError) as error:
+        parsed(flag, "x")
+    assert error.value.format_message() == f"There is no {flag}: {ADVICE[flag]}."
+    for named in re.findall(r"--[a-z-]+", ADVICE[flag]):
+        assert named[2:].replace("-", "_") in SETTINGS, named
+
+
+@pytest.mark.parametrize(
+    ("flag", "suggestion"),
+    [
+        ("--max-num-sequences", " Did you mean '--max-num-seqs'?"),
+        ("--no-prefix-cacheing", " Did you mean '--no-prefix-caching'?"),
+        ("--log-level", ""),
+        ("--swap", ""),
+    ],
+)
+def test_a_suggestion_is_very_similar_or_absent(flag: str, suggestion: str) -> None:
+    with pytest.raises(click.NoSuchOption) as error:
+        parsed(flag)
+    assert error.value.format_message() == f"No such option '{flag}'.{suggestion}"
+
+
+def test_python_takes_vllm_s_names() -> None:
+    config = from_arguments({"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5})
+    assert config == EngineConfig(tp=2, memory_fraction=0.5)
+    with pytest.raises(ConfigError, match="no setting 'trust_remote_code': weft never runs code"):
+        from_arguments({"trust_remote_code": True})
+
+
+def test_each_flag_of_the_document_is_known() -> None:
+    section = DOCUMENT.read_text().split("## Flags")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `-")]
+    aliases = {each for names in ALIASES.values() for name in names for each in name.split("/")}
+    settings = {setting.flag for setting in SETTINGS.values()}
+    known = {*settings, *aliases, *NO_OPS, *ADVICE, "--config"}
+    flags = [flag for row in rows for flag in re.findall(r"(--?[a-z][a-z-]*)", row)]
+    assert len(flags) > 30
+    assert sorted(set(flags) - known) == []
