@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.api.openai.requests import Function, FunctionName, Message, ToolMode
+from weft.serving.api.parsing.reasoning import within_thought
+from weft.serving.engine.chat_templates import UNASKED, Thinking
 from weft.serving.engine.tokenizer import Tokenizer
 
 
@@ -22,6 +24,8 @@ class Conversation:
         tool_choice: whether the model may or must call a tool, or the one tool to call.
         parallel: the model may call several tools at once.
         continued: the answer continues the last message, which is the assistant's.
+        template_arguments: more variables for the chat template (`chat_template_kwargs`).
+        thinking: the thought that the request asks for.
 
     Raises:
         RequestError: the tools and the choice contradict each other.
@@ -32,6 +36,8 @@ class Conversation:
     tool_choice: ToolMode | FunctionName = "auto"
     parallel: bool = True
     continued: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    thinking: Thinking = UNASKED
 
     def __post_init__(self) -> None:
         choice = self.tool_choice
@@ -59,14 +65,28 @@ class Conversation:
             to_answer: end with the beginning of the assistant's turn.
 
         Raises:
-            RequestError: there is no chat template, or it refuses the conversation.
+            RequestError: there is no chat template, it refuses the conversation or its arguments,
+                or the thought cannot be switched off.
         """
         functions = [tool.model_dump(exclude_none=True, include=_SHOWN) for tool in self.offered]
         tools = [{"type": "function", "function": function} for function in functions]
         messages = [_template_message(message, tokenizer) for message in self.messages]
-        return tokenizer.render_chat(
-            messages, tools, to_answer and not self.continued, continued=self.continued
+        prompt = tokenizer.chat_templates.render(
+            messages,
+            tools,
+            to_answer and not self.continued,
+            continued=self.continued,
+            arguments=self.template_arguments,
+            thinking=self.thinking,
         )
+        if self.thinking.on is False and not self.continued and within_thought(prompt):
+            param = self.thinking.param
+            raise RequestError(
+                f"{param} asks for no thought; this model always thinks",
+                param=param,
+                code="unsupported_value",
+            )
+        return prompt
 
 
 _SHOWN = set(Function.model_fields)
@@ -90,7 +110,7 @@ def _template_message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _knows_developer(tokenizer: Tokenizer) -> bool:
-    return any("developer" in source for source in tokenizer.chat_templates.values())
+    return tokenizer.chat_templates.contain("developer")
 
 
 def _object(arguments: str) -> Any:

@@ -51,6 +51,8 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
         [tool.function for tool in body.tools or ()],
         choice.function if isinstance(choice, NamedTool) else choice,
         body.parallel_tool_calls is not False,
+        template_arguments=body.chat_template_kwargs or {},
+        thinking=body.thinking,
     )
     generation = await Generation.of_chat(
         state, engine, conversation, _params(body), body.priority or 0

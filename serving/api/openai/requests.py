@@ -24,6 +24,7 @@ from weft.errors import RequestError
 from weft.serving.api.body import Body, only_with
 from weft.serving.api.errors import explain
 from weft.serving.api.output_format import GuidedRequest
+from weft.serving.engine.chat_templates import Effort, Thinking
 from weft.serving.engine.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
@@ -396,7 +397,19 @@ def mode_or(named: type[Body]) -> BeforeValidator:
 ToolChoice = ToolMode | NamedTool
 
 
-class ChatRequest(GenerationRequest):
+class TemplateRequest(Body):
+    """The fields that become arguments of the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+
+    @property
+    def thinking(self) -> Thinking:
+        """The thought that the request asks for."""
+        return Thinking.of_effort(self.reasoning_effort)
+
+
+class ChatRequest(TemplateRequest, GenerationRequest):
     """POST /v1/chat/completions: the chat template turns the messages into one prompt."""
 
     messages: Messages
@@ -416,7 +429,6 @@ class ChatRequest(GenerationRequest):
     function_call: None = None
     functions: None = None
     prediction: None = None
-    reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
 

@@ -56,17 +56,19 @@ class AnswerFormat:
             tools: "auto", "none", or a name in TOOL_FORMATS.
             reasoning: "auto", "none", or a name in REASONING_FORMATS.
         """
-        templates = "".join(tokenizer.chat_templates.values())
+        templates = tokenizer.chat_templates
         if tools == "auto":
             signs = (
                 name
                 for name, sign, other in _TOOL_SIGNS
-                if sign in templates and (other is None or other not in templates)
+                if templates.contain(sign) and (other is None or not templates.contain(other))
             )
             tools = next(signs, "none")
         if reasoning == "auto":
             forms = REASONING_FORMATS.items()
-            reasoning = next((name for name, form in forms if form.close in templates), "none")
+            reasoning = next(
+                (name for name, form in forms if templates.contain(form.close)), "none"
+            )
         return cls(
             tokenizer,
             None if tools == "none" else tools,

@@ -31,6 +31,11 @@ REASONING_FORMATS = {
 }
 
 
+def within_thought(prompt: str) -> bool:
+    """Return whether the prompt ends with the opening mark of any format."""
+    return any(form.opened_by(prompt) for form in REASONING_FORMATS.values())
+
+
 class ReasoningParser:
     """Splits an output into thought and content.
 

@@ -145,7 +145,7 @@ def test_completions_own_fields(http: httpx.Client, param: str, value: Any) -> N
         ("modalities[0]", ["audio"]),
         ("store", True),
         ("service_tier", "flex"),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "much"),
         ("prediction", {"type": "content", "content": "x"}),
         ("web_search_options", {}),
     ],
