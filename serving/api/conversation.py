@@ -23,23 +23,32 @@ class Conversation:
         tools: functions for the model; subclasses' further fields are ignored.
         tool_choice: whether the model may or must call a tool, or the one tool to call.
         parallel: the model may call several tools at once.
+        to_answer: end the prompt with the beginning of the assistant's turn.
         continued: the answer continues the last message, which is the assistant's.
         template_arguments: more variables for the chat template (`chat_template_kwargs`).
         thinking: the thought that the request asks for.
 
     Raises:
-        RequestError: the tools and the choice contradict each other.
+        RequestError: the tools and the choice contradict each other, or the last message cannot
+            be continued.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Function] = ()
     tool_choice: ToolMode | FunctionName = "auto"
     parallel: bool = True
+    to_answer: bool = True
     continued: bool = False
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     thinking: Thinking = UNASKED
 
     def __post_init__(self) -> None:
+        if self.continued and (role := self.messages[-1].role) != "assistant":
+            raise RequestError(
+                "continue_final_message is only for a last message of the assistant; its role is "
+                f"{role!r}",
+                param="continue_final_message",
+            )
         choice = self.tool_choice
         if choice in ("none", "auto"):
             return
@@ -57,12 +66,13 @@ class Conversation:
         """The tools in the prompt; with `tool_choice: "none"` the model sees no tools."""
         return () if self.tool_choice == "none" else self.tools
 
-    def prompt(self, tokenizer: Tokenizer, *, to_answer: bool = True) -> str:
-        """Render the conversation with the model's chat template.
+    @property
+    def continued_text(self) -> str | None:
+        """The text that the answer continues, if there is one."""
+        return text_of(self.messages[-1]) if self.continued else None
 
-        Args:
-            tokenizer: has the template.
-            to_answer: end with the beginning of the assistant's turn.
+    def prompt(self, tokenizer: Tokenizer) -> str:
+        """Render the conversation with the model's chat template.
 
         Raises:
             RequestError: there is no chat template, it refuses the conversation or its arguments,
@@ -74,7 +84,7 @@ class Conversation:
         prompt = tokenizer.chat_templates.render(
             messages,
             tools,
-            to_answer and not self.continued,
+            self.to_answer and not self.continued,
             continued=self.continued,
             arguments=self.template_arguments,
             thinking=self.thinking,
@@ -98,15 +108,18 @@ def _template_message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
     if message.role == "developer" and not _knows_developer(tokenizer):
         seen["role"] = "system"
     # Templates read it without a check for its presence.
-    seen["content"] = None
-    if message.content is not None:
-        seen["content"] = "\n".join(part.text for part in message.content)
+    seen["content"] = None if message.content is None else text_of(message)
     if reasoning := seen.pop("reasoning", None):
         seen.setdefault("reasoning_content", reasoning)
     for call in seen.get("tool_calls", ()):
         function = call["function"]
         function["arguments"] = _object(function["arguments"])
     return seen
+
+
+def text_of(message: Message) -> str:
+    """Return a message's texts as one."""
+    return "\n".join(part.text for part in message.content or ())
 
 
 def _knows_developer(tokenizer: Tokenizer) -> bool:

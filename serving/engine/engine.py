@@ -14,6 +14,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -184,7 +185,10 @@ class AsyncEngine:
     # Requests.
 
     def validate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | Pooling,
+        cache_salt: str = "",
     ) -> CheckedRequest:
         """Check a request against the model; may be called in any thread.
 
@@ -192,6 +196,7 @@ class AsyncEngine:
             prompt_token_ids: the prompt.
             params: sampling settings (`n` is ignored: n answers are n requests); or, for an
                 embedding, its pooling.
+            cache_salt: only requests with the same salt share the prefix cache.
 
         Returns:
             The request as `generate` takes it, with `max_tokens` and `seed` filled in.
@@ -201,7 +206,10 @@ class AsyncEngine:
         """
         if isinstance(params, Pooling):
             return check_pooled(prompt_token_ids, params.kind, self.info)
-        return check_request(prompt_token_ids, params, self.info, self._draw_seed)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return check_request(
+            prompt_token_ids, params, self.info, self._draw_seed, encode, cache_salt
+        )
 
     def _draw_seed(self) -> int:
         return self._seeds.getrandbits(63)
@@ -314,13 +322,14 @@ class AsyncEngine:
         block_size = self.info.block_size if self.config.prefix_caching else None
         add = Add(
             id,
-            pack_prompt(request.prompt_token_ids, block_size),
+            pack_prompt(request.prompt_token_ids, block_size, request.cache_salt),
             msgspec.structs.replace(params, grammar=None),
             self._end_token_ids(params),
             priority,
             time.monotonic(),
             b"" if grammar is None else grammar.key,
             request.pooling,
+            request.banned,
         )
         timeline = self.timelines.begin(id, len(request.prompt_token_ids))
         named = None if grammar is None else (grammar.key, len(grammar.data))

@@ -22,7 +22,10 @@ router = APIRouter(route_class=JsonRoute)
 _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"prompt": {"not": _NULL}}
 _MESSAGES: dict[str, Any] = {"messages": {"not": _NULL}}
-_FOR_MESSAGES = ("tools", "chat_template_kwargs", "reasoning_effort")
+_FOR_MESSAGES = (
+    *("tools", "chat_template_kwargs", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 _NO_MESSAGES: dict[str, Any] = dict.fromkeys(("messages", *_FOR_MESSAGES), _NULL)
 
 
@@ -37,7 +40,6 @@ class TokenizeRequest(TemplateRequest):
     prompt: str | None = None
     messages: Messages | None = None
     tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -73,7 +75,7 @@ class DetokenizeRequest(Body):
 @router.post("/tokenize", **returns(Tokens))
 async def tokenize(body: TokenizeRequest, state: State) -> Response:
     """Return the token ids for a prompt or a conversation."""
-    engine = state.ready_engine(body.model or state.model)
+    engine = state.ready_engine(body.model)
     tokenizer = engine.tokenizer
 
     def encoded() -> tuple[list[int], list[str] | None]:
@@ -83,9 +85,11 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
                 body.messages or (),
                 [tool.function for tool in body.tools or ()],
                 template_arguments=body.chat_template_kwargs or {},
+                to_answer=body.to_answer,
+                continued=bool(body.continue_final_message),
                 thinking=body.thinking,
             )
-            text = conversation.prompt(tokenizer, to_answer=body.add_generation_prompt)
+            text = conversation.prompt(tokenizer)
             special = bool(special)
         ids = tokenizer.encode(text, add_special_tokens=special is not False)
         named = body.return_token_strs
@@ -99,7 +103,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
 @router.post("/detokenize", **returns(DetokenizedText))
 async def detokenize(body: DetokenizeRequest, state: State) -> Response:
     """Return the text for token ids."""
-    engine = state.ready_engine(body.model or state.model)
+    engine = state.ready_engine(body.model)
     size = engine.info.vocab_size
 
     def decoded() -> str:
@@ -116,7 +120,7 @@ async def detokenize(body: DetokenizeRequest, state: State) -> Response:
 @router.get("/tokenizer_info", **returns(TokenizerInfo))
 async def tokenizer_info(state: State) -> Response:
     """Return the tokenizer's special tokens and chat template."""
-    engine = state.ready_engine(state.model)
+    engine = state.ready_engine()
     tokenizer = engine.tokenizer
     special = tokenizer.special_tokens
     info = TokenizerInfo(
