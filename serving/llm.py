@@ -137,6 +137,7 @@ class LLM:
         params: Params = None,
         *,
         tools: Tools | Sequence[Tools | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | str = False,
     ) -> list[Completion]:
         """Answer conversations through the model's chat template.
@@ -147,6 +148,8 @@ class LLM:
                 conversation.
             tools: functions that the model may call, in OpenAI's form: one list for all
                 conversations, or a list (or None) per conversation.
+            chat_template_kwargs: arguments for the chat template, such as
+                `{"enable_thinking": False}`.
             progress: show a progress bar on stderr; a text is its title.
 
         Returns and raises as `generate`.
@@ -155,7 +158,7 @@ class LLM:
         chats = cast("Sequence[Conversation]", [messages] if one else messages)
         shared = not tools or isinstance(tools[0], Mapping)
         each = cast("Sequence[Tools | None]", [tools] * len(chats) if shared else tools)
-        template = self.tokenizer.apply_chat_template
+        template = partial(self.tokenizer.apply_chat_template, arguments=chat_template_kwargs)
         encoders = [partial(template, *pair) for pair in zip(chats, each, strict=True)]
         return self._complete(encoders, params, progress)
 
@@ -193,6 +196,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generator[Delta, None, None]:
         """Yield the answer to a text or a conversation as it grows; closing the iterator aborts it.
 
@@ -201,7 +205,9 @@ class LLM:
         """
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
         ids = (
-            self.tokenizer.apply_chat_template(cast("Conversation", prompt), tools)
+            self.tokenizer.apply_chat_template(
+                cast("Conversation", prompt), tools, chat_template_kwargs
+            )
             if is_chat
             else self._encode(cast("Prompt", prompt))
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.api.openai.requests import Function, FunctionName, Message, ToolMode
+from weft.serving.api.parsing.reasoning import within_thought
+from weft.serving.engine.chat_templates import UNASKED, Thinking
 from weft.serving.engine.tokenizer import Tokenizer
 
 
@@ -21,19 +23,32 @@ class Conversation:
         tools: functions for the model; subclasses' further fields are ignored.
         tool_choice: whether the model may or must call a tool, or the one tool to call.
         parallel: the model may call several tools at once.
+        to_answer: end the prompt with the beginning of the assistant's turn.
         continued: the answer continues the last message, which is the assistant's.
+        template_arguments: more variables for the chat template (`chat_template_kwargs`).
+        thinking: the thought that the request asks for.
 
     Raises:
-        RequestError: the tools and the choice contradict each other.
+        RequestError: the tools and the choice contradict each other, or the last message cannot
+            be continued.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Function] = ()
     tool_choice: ToolMode | FunctionName = "auto"
     parallel: bool = True
+    to_answer: bool = True
     continued: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    thinking: Thinking = UNASKED
 
     def __post_init__(self) -> None:
+        if self.continued and (role := self.messages[-1].role) != "assistant":
+            raise RequestError(
+                "continue_final_message is only for a last message of the assistant; its role is "
+                f"{role!r}",
+                param="continue_final_message",
+            )
         choice = self.tool_choice
         if choice in ("none", "auto"):
             return
@@ -51,22 +66,37 @@ class Conversation:
         """The tools in the prompt; with `tool_choice: "none"` the model sees no tools."""
         return () if self.tool_choice == "none" else self.tools
 
-    def prompt(self, tokenizer: Tokenizer, *, to_answer: bool = True) -> str:
+    @property
+    def continued_text(self) -> str | None:
+        """The text that the answer continues, if there is one."""
+        return text_of(self.messages[-1]) if self.continued else None
+
+    def prompt(self, tokenizer: Tokenizer) -> str:
         """Render the conversation with the model's chat template.
 
-        Args:
-            tokenizer: has the template.
-            to_answer: end with the beginning of the assistant's turn.
-
         Raises:
-            RequestError: there is no chat template, or it refuses the conversation.
+            RequestError: there is no chat template, it refuses the conversation or its arguments,
+                or the thought cannot be switched off.
         """
         functions = [tool.model_dump(exclude_none=True, include=_SHOWN) for tool in self.offered]
         tools = [{"type": "function", "function": function} for function in functions]
         messages = [_template_message(message, tokenizer) for message in self.messages]
-        return tokenizer.render_chat(
-            messages, tools, to_answer and not self.continued, continued=self.continued
+        prompt = tokenizer.chat_templates.render(
+            messages,
+            tools,
+            self.to_answer and not self.continued,
+            continued=self.continued,
+            arguments=self.template_arguments,
+            thinking=self.thinking,
         )
+        if self.thinking.on is False and not self.continued and within_thought(prompt):
+            param = self.thinking.param
+            raise RequestError(
+                f"{param} asks for no thought; this model always thinks",
+                param=param,
+                code="unsupported_value",
+            )
+        return prompt
 
 
 _SHOWN = set(Function.model_fields)
@@ -78,9 +108,7 @@ def _template_message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
     if message.role == "developer" and not _knows_developer(tokenizer):
         seen["role"] = "system"
     # Templates read it without a check for its presence.
-    seen["content"] = None
-    if message.content is not None:
-        seen["content"] = "\n".join(part.text for part in message.content)
+    seen["content"] = None if message.content is None else text_of(message)
     if reasoning := seen.pop("reasoning", None):
         seen.setdefault("reasoning_content", reasoning)
     for call in seen.get("tool_calls", ()):
@@ -89,8 +117,13 @@ def _template_message(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
     return seen
 
 
+def text_of(message: Message) -> str:
+    """Return a message's texts as one."""
+    return "\n".join(part.text for part in message.content or ())
+
+
 def _knows_developer(tokenizer: Tokenizer) -> bool:
-    return any("developer" in source for source in tokenizer.chat_templates.values())
+    return tokenizer.chat_templates.contain("developer")
 
 
 def _object(arguments: str) -> Any:

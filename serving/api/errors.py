@@ -173,6 +173,9 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
             return RequestError(
                 f"{param or 'the body'}{error['ctx']['error']}", param=param or None
             )
+        case "none_required":
+            message = f"{param} is not supported; leave it out"
+            return RequestError(message, param=param, code="unsupported_parameter")
         case "literal_error":
             expected = error["ctx"]["expected"]
             message = f"{param} is {_shown(given)}; this server takes {expected}"

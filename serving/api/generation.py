@@ -24,6 +24,7 @@ from weft.serving.api.openai.replies import CompletionUsage, FinishReason, Promp
 from weft.serving.api.openai.requests import FunctionName
 from weft.serving.api.parsing.pieces import Answer, CallStart, Content, Piece, Reasoning
 from weft.serving.api.parsing.tool_grammar import Offered, calls_only, or_calls, strict_calls
+from weft.serving.api.prompts import AS_USUAL, PromptOptions
 from weft.serving.api.state import ServerState
 from weft.serving.engine.admission import for_each
 from weft.serving.engine.metrics import Phases
@@ -92,6 +93,7 @@ class Generation:
         prompts: Sequence[str | list[int]],
         params: SamplingParams,
         priority: int,
+        options: PromptOptions = AS_USUAL,
     ) -> Generation:
         """Prepare to continue texts, or token ids.
 
@@ -102,9 +104,8 @@ class Generation:
         _check_count(len(prompts), params.n, engine)
 
         def prepare() -> list[CheckedRequest]:
-            encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
-            ids = [encode(each) if isinstance(each, str) else each for each in prompts]
-            return [engine.validate(each, params) for each in ids]
+            encode = partial(options.encode, engine, params=params, special=True)
+            return [engine.validate(encode(each), params, options.cache_salt) for each in prompts]
 
         requests = await asyncio.to_thread(prepare)
         return cls(state, engine, requests, params.n, priority, _TextReader)
@@ -117,6 +118,7 @@ class Generation:
         conversation: Conversation,
         params: SamplingParams,
         priority: int,
+        options: PromptOptions = AS_USUAL,
     ) -> Generation:
         """Prepare the assistant's next turn in a conversation.
 
@@ -127,15 +129,19 @@ class Generation:
         form = state.answer_format(engine)
 
         def prepare() -> tuple[str, CheckedRequest]:
-            prompt, most = conversation.prompt(engine.tokenizer), engine.info.max_model_len
-            ids = engine.tokenizer.encode(prompt, add_special_tokens=False, most=most)
-            return prompt, engine.validate(ids, _with_grammar(params, conversation, form, prompt))
+            prompt = conversation.prompt(engine.tokenizer)
+            ids = options.encode(engine, prompt, params, special=False)
+            constrained = _with_grammar(params, conversation, form, prompt)
+            return prompt, engine.validate(ids, constrained, options.cache_salt)
 
         prompt, request = await asyncio.to_thread(prepare)
         names = [tool.name for tool in conversation.offered]
 
         def reader() -> _ChatReader:
-            return _ChatReader(form, form.parser(prompt, names, parallel=conversation.parallel))
+            parser = form.parser(
+                prompt, names, parallel=conversation.parallel, continued=conversation.continued_text
+            )
+            return _ChatReader(form, parser)
 
         return cls(state, engine, [request], params.n, priority, reader, form.visible)
 
@@ -251,7 +257,13 @@ class Generation:
             reason = reader.finish_reason(reason)
             self.reasoning_tokens += reader.reasoning_tokens
         return Answer(
-            pieces, i, delta.logprobs or (), delta.prompt_logprobs, reason, delta.stop_reason
+            pieces,
+            i,
+            delta.token_ids,
+            delta.logprobs or (),
+            delta.prompt_logprobs,
+            reason,
+            delta.stop_reason,
         )
 
 
@@ -337,7 +349,8 @@ def _with_grammar(
         grammar = strict_calls(form.tools, free, several=several, tokens=tokens)
     if grammar is None:
         return params
-    return msgspec.structs.replace(params, grammar=form.after_thought(grammar, prompt))
+    grammar = form.after_thought(grammar, prompt, conversation.continued_text)
+    return msgspec.structs.replace(params, grammar=grammar)
 
 
 class _Reader(Protocol):

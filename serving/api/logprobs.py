@@ -10,6 +10,8 @@ from weft.serving.api.openai.replies import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TopLogprob,
 )
 from weft.serving.engine.protocol import TokenLogprob
@@ -42,11 +44,43 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
     )
 
 
-class TextLogprobs:
-    """Writes the parallel lists for one text, piece by piece; offsets continue between pieces."""
+def prompt_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], top: int
+) -> PromptLogprobs:
+    """Write the log probabilities of a prompt in vLLM's form.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: names the tokens.
+        logprobs: one for each prompt token from the second on.
+        top: number of most likely tokens; the prompt's own token comes first.
+    """
+
+    def named(entry: TokenLogprob) -> dict[str, PromptLogprob]:
+        ranked = [(entry.token_id, entry.logprob, entry.rank)]
+        ranked += [(token, value, i) for i, (token, value) in enumerate(entry.top[:top], 1)]
+        return {
+            str(token): PromptLogprob(max(value, _LOWEST), rank, tokenizer.token_text(token))
+            for token, value, rank in ranked
+        }
+
+    return [None, *map(named, logprobs)]
+
+
+class TextLogprobs:
+    """Writes the parallel lists for one text, piece by piece; offsets continue between pieces.
+
+    Args:
+        tokenizer: names the tokens.
+        top: number of most likely tokens.
+        skip_special_tokens: special tokens are not in the text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, top: int = 0, *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._top = top
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -62,11 +96,10 @@ class TextLogprobs:
         return joined(lists, self._lists(logprobs, [self._advance(token) for token in rest]))
 
     def output(self, logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        """Write the next output tokens; special tokens are not in the text."""
-        special = self._tokenizer.special_token_ids
+        """Write the next output tokens."""
         tokens = [entry.token_id for entry in logprobs]
         return self._lists(
-            logprobs, [self._offset if t in special else self._advance(t) for t in tokens]
+            logprobs, [self._offset if t in self._skipped else self._advance(t) for t in tokens]
         )
 
     def _lists(
@@ -75,7 +108,7 @@ class TextLogprobs:
         lists = CompletionLogprobs([], [], [], text_offset)
         for entry in logprobs:
             # As in OpenAI's API, the chosen token is always among the alternatives.
-            top = dict(entry.top) | {entry.token_id: entry.logprob}
+            top = dict(entry.top[: self._top]) | {entry.token_id: entry.logprob}
             lists.tokens.append(self._name(entry.token_id))
             lists.token_logprobs.append(max(entry.logprob, _LOWEST))
             lists.top_logprobs.append(

@@ -103,17 +103,17 @@ class ServerState:
         engine = self.engine
         return engine is None or engine.waited < STALLING * engine.config.stall_timeout
 
-    def ready_engine(self, model: str) -> AsyncEngine:
+    def ready_engine(self, model: str | None = None) -> AsyncEngine:
         """Return the engine for a request.
 
         Args:
-            model: the model that the request names.
+            model: the model that the request names, if it names one.
 
         Raises:
             RequestError: the server has another model (404).
             EngineError: the engine is loading, restarting, shutting down or dead.
         """
-        if model != self.model:
+        if model not in (None, self.model):
             raise no_such_model(model, self.model)
         if self.engine is None or self.draining:
             raise EngineError(f"the server is not ready: it is {self.status}")

@@ -116,7 +116,7 @@ def _assistant_message(llm: LLM, messages: Conversation, text: str) -> dict[str,
     from weft.serving.api.parsing.parser import AnswerFormat
     from weft.serving.api.parsing.pieces import Answer
 
-    parser = AnswerFormat.of(llm.tokenizer).parser(llm.tokenizer.render_chat(messages))
+    parser = AnswerFormat.of(llm.tokenizer).parser(llm.tokenizer.chat_templates.render(messages))
     answer = Answer([*parser.push(text), *parser.flush()])
     reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
     return {"role": "assistant", "content": answer.content} | reasoning

@@ -8,7 +8,9 @@ a field: the flag, file key, environment variable, help text, type and range all
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from weft.errors import ConfigError
 from weft.serving.config.fields import Help, check
@@ -64,6 +66,16 @@ class EngineConfig:
     ] = None
     tokenizer: Annotated[
         str | None, Help("tokenizer's directory, or a model on the hub; else the model's")
+    ] = None
+    chat_template: Annotated[
+        str | None, Help("file with a Jinja chat template; else the model's")
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        Help(
+            "JSON object with arguments for the chat template, such as "
+            '{"enable_thinking": false}; a request may override them'
+        ),
     ] = None
     backend: Annotated[
         Backend, Help("torch or jax; auto is jax where all machines have TPUs, else torch")
@@ -218,6 +230,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        _ = self.template_arguments
         kind = None if self.devices is None else parse(self.devices).kind
         if kind is not None and self.device not in ("auto", kind):
             raise ConfigError(
@@ -235,6 +248,17 @@ class EngineConfig:
                 f"--tp is {self.tp}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "
                 f"{self.world_size} ranks; there can be at most {MAX_RANKS}"
             )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The value of `default_chat_template_kwargs`; ConfigError if it is no JSON object."""
+        text = self.default_chat_template_kwargs
+        try:
+            return {} if text is None else msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
+            raise ConfigError(
+                f"--default-chat-template-kwargs is {text}; it must be a JSON object: {error}"
+            ) from None
 
     @property
     def stage_size(self) -> int:
@@ -348,16 +372,8 @@ class ServerConfig:
 
 TOPICS: dict[str, tuple[str, ...]] = {
     "Model": (
-        *(
-            "model",
-            "revision",
-            "tokenizer",
-            "dtype",
-            "quantization",
-            "compress_weights",
-            "pooling",
-            "seed",
-        ),
+        *("model", "revision", "tokenizer", "chat_template", "default_chat_template_kwargs"),
+        *("dtype", "quantization", "compress_weights", "pooling", "seed"),
     ),
     "Server": (*("host", "port", "served_model_name", "tool_parser", "reasoning_parser", "page"),),
     "Security": (

@@ -25,11 +25,15 @@ class CheckedRequest:
         prompt_token_ids: plain integers, at least one.
         params: with `max_tokens` and `seed` filled in, and n = 1.
         pooling: how the prompt's hidden states become an embedding; None generates tokens.
+        banned: the sequences of tokens of `params.bad_words`.
+        cache_salt: only requests with the same salt share the prefix cache.
     """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     pooling: PoolingKind | None = None
+    banned: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str = ""
 
     def answer(self, i: int) -> CheckedRequest:
         """Return the request for the i-th answer to this prompt, which has its own seed."""
@@ -41,6 +45,8 @@ def check_request(
     params: SamplingParams,
     info: EngineInfo,
     draw_seed: Callable[[], int],
+    encode: Callable[[str], list[int]],
+    cache_salt: str = "",
 ) -> CheckedRequest:
     """Check a request for tokens against the model.
 
@@ -49,6 +55,8 @@ def check_request(
         params: its sampling settings; `n` is ignored.
         info: sizes of the model and its KV cache.
         draw_seed: called when the request has no seed.
+        encode: converts a bad word to token ids.
+        cache_salt: see CheckedRequest.
 
     Raises:
         RequestError: the request cannot be served.
@@ -58,6 +66,7 @@ def check_request(
     for param, token_ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         _check_ids(param, token_ids, info.vocab_size)
     max_tokens = _room(len(ids), params, info)
@@ -67,9 +76,9 @@ def check_request(
             param="min_tokens",
         )
     seed = draw_seed() if params.seed is None else params.seed
-    return CheckedRequest(
-        ids, msgspec.structs.replace(params, max_tokens=max_tokens, n=1, seed=seed)
-    )
+    settings = msgspec.structs.replace(params, max_tokens=max_tokens, n=1, seed=seed)
+    banned = _banned(params, encode, info.vocab_size)
+    return CheckedRequest(ids, settings, banned=banned, cache_salt=cache_salt)
 
 
 def check_pooled(
@@ -131,6 +140,29 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> list[int]:
         )
     token_ids: list[int] = ids.tolist()
     return token_ids
+
+
+def _banned(
+    params: SamplingParams, encode: Callable[[str], list[int]], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the bad words, at the beginning of a text and after a space.
+
+    Source: `SamplingParams.update_from_tokenizer` of vLLM.
+    """
+    banned: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        bare = word.lstrip() or word
+        first, spaced = (tuple(encode(prefix + bare)) for prefix in ("", " "))
+        banned[first] = None
+        if spaced[:1] != first[:1] and len(spaced) == len(first):
+            banned[spaced] = None
+    banned.pop((), None)
+    alone = {sequence[0] for sequence in banned if len(sequence) == 1}
+    if params.allowed_token_ids is not None and alone.issuperset(params.allowed_token_ids):
+        raise RequestError(
+            "bad_words forbids all of allowed_token_ids", param="bad_words", code="contradiction"
+        )
+    return tuple(sequence for sequence in banned if all(token < vocab_size for token in sequence))
 
 
 def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:

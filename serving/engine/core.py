@@ -26,6 +26,7 @@ from weft.errors import EngineError, RequestError, WeftError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_channel import CoreChannel
 from weft.serving.engine.grammar.matcher import GrammarMatcher, GrammarMatchers
+from weft.serving.engine.grammar.token_filter import filtered
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -135,7 +136,12 @@ class EngineCore:
 
     def _add(self, message: Add, matcher: GrammarMatcher | None = None) -> None:
         try:
-            self._scheduler.add(message, matcher)
+            filter = filtered(message, self._matchers.vocab_size, matcher)
+        except RequestError as error:
+            self._reject(message, error.message, faulty_grammar=True)
+            return
+        try:
+            self._scheduler.add(message, filter)
         except RequestError as error:
             self._reject(message, error.message)
         except Exception:  # a bug here must not end other requests

@@ -26,6 +26,7 @@ class Detokenizer:
     Args:
         tokenizer: the model's tokenizer.
         stop: strings that end the text; the text is cut before them.
+        keep_stop: cut the text after the stop string instead.
         skip_special_tokens: omit control tokens, such as the end of a turn.
         visible: special tokens to keep nevertheless.
 
@@ -38,6 +39,7 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         stop: Sequence[str] = (),
+        keep_stop: bool = False,
         skip_special_tokens: bool = True,
         visible: frozenset[int] = frozenset(),
     ) -> None:
@@ -48,6 +50,7 @@ class Detokenizer:
             else _PieceDecoder(tokenizer, skip)
         )
         self._matcher = _StopMatcher(tuple(stop)) if stop else None
+        self._keep_stop = keep_stop
         self.stopped: str | None = None
 
     def push(self, token_ids: Iterable[int], *, may_stop: bool = True) -> str:
@@ -73,7 +76,7 @@ class Detokenizer:
         if self._matcher is None:
             return text
         text, self.stopped = self._matcher.push(text)
-        return text
+        return text + self.stopped if self.stopped is not None and self._keep_stop else text
 
 
 class _Decoder(Protocol):

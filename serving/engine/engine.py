@@ -14,11 +14,13 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from itertools import count
 
 import msgspec
 
 from weft.errors import EngineError, RequestError, WeftError
+from weft.models.checkpoint.locate import find, locate
 from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.checks import CheckedRequest, check_pooled, check_request
@@ -81,6 +83,8 @@ class AsyncEngine:
             EngineError: a core ended.
         """
         config = await fetch(config)
+        if runner_factory == LOAD_MODEL:
+            locate(config.model, config.revision)
         engine = cls(config, CoreSupervisor(config, in_process, runner_factory, restart))
         try:
             await engine._start(on_spawned)
@@ -186,7 +190,10 @@ class AsyncEngine:
     # Requests.
 
     def validate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams | Pooling
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | Pooling,
+        cache_salt: str = "",
     ) -> CheckedRequest:
         """Check a request against the model; may be called in any thread.
 
@@ -194,6 +201,7 @@ class AsyncEngine:
             prompt_token_ids: the prompt.
             params: sampling settings (`n` is ignored: n answers are n requests); or, for an
                 embedding, its pooling.
+            cache_salt: only requests with the same salt share the prefix cache.
 
         Returns:
             The request as `generate` takes it, with `max_tokens` and `seed` filled in.
@@ -203,7 +211,10 @@ class AsyncEngine:
         """
         if isinstance(params, Pooling):
             return check_pooled(prompt_token_ids, params.kind, self.info)
-        return check_request(prompt_token_ids, params, self.info, self._draw_seed)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return check_request(
+            prompt_token_ids, params, self.info, self._draw_seed, encode, cache_salt
+        )
 
     def _draw_seed(self) -> int:
         return self._seeds.getrandbits(63)
@@ -316,13 +327,14 @@ class AsyncEngine:
         block_size = self.info.block_size if self.config.prefix_caching else None
         add = Add(
             id,
-            pack_prompt(request.prompt_token_ids, block_size),
+            pack_prompt(request.prompt_token_ids, block_size, request.cache_salt),
             msgspec.structs.replace(params, grammar=None),
             self._end_token_ids(params),
             priority,
             time.monotonic(),
             b"" if grammar is None else grammar.key,
             request.pooling,
+            request.banned,
         )
         timeline = self.timelines.begin(id, len(request.prompt_token_ids))
         named = None if grammar is None else (grammar.key, len(grammar.data))
@@ -357,10 +369,8 @@ class AsyncEngine:
 
 def _pooling(config: EngineConfig) -> Pooling:
     """Return how embeddings are made; ModelError if the checkpoint asks for an unknown way."""
-    from weft.models.checkpoint.locate import locate
-
     if config.pooling == "auto":
-        return read_pooling(locate(config.model, config.revision))
+        return read_pooling(find(config.model, config.revision))
     return Pooling(config.pooling)
 
 

@@ -1,7 +1,8 @@
 """Packed prompts, and their blocks' keys in the prefix cache.
 
 A key hashes the previous block's key and the block's own tokens, so it stands for the whole prefix
-up to the block's end. Keys are 128-bit BLAKE2b: equal keys mean equal tokens.
+up to the block's end. The first block's parent is a root key, which depends on the request's
+`cache_salt`. Keys are 128-bit BLAKE2b: equal keys mean equal tokens.
 
 The API process packs each prompt and computes its keys. This work would delay every running
 request if the engine core did it, because the model waits for the core.
@@ -18,7 +19,7 @@ import msgspec
 TOKEN_BYTES = 4
 KEY_BYTES = 16
 ROOT_KEY = bytes(KEY_BYTES)
-"""The parent key for a prompt's first block."""
+"""The parent key for a prompt's first block, unless the prompt has a salt."""
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -27,10 +28,12 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         tokens: int32 tokens.
         keys: keys of its full blocks, concatenated; empty if nobody needs them.
+        root: the parent key for the first block.
     """
 
     tokens: bytes
     keys: bytes = b""
+    root: bytes = ROOT_KEY
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -44,16 +47,18 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return keys
 
 
-def pack_prompt(token_ids: Sequence[int], block_size: int | None) -> Prompt:
+def pack_prompt(token_ids: Sequence[int], block_size: int | None, salt: str = "") -> Prompt:
     """Pack a prompt.
 
     Args:
         token_ids: its tokens.
         block_size: number of tokens in a block; None if there is no prefix cache.
+        salt: only prompts with the same salt have keys in common.
     """
     tokens = pack(f"{len(token_ids)}i", *token_ids)
-    keys = b"" if block_size is None else b"".join(block_keys(tokens, block_size))
-    return Prompt(tokens, keys)
+    root = blake2b(salt.encode(), digest_size=KEY_BYTES).digest() if salt else ROOT_KEY
+    keys = b"" if block_size is None else b"".join(block_keys(tokens, block_size, root))
+    return Prompt(tokens, keys, root)
 
 
 def block_keys(tokens: bytes, block_size: int, parent: bytes = ROOT_KEY) -> Iterator[bytes]:

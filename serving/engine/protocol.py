@@ -48,6 +48,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         arrival: time.monotonic() in the API process, for the queueing time.
         grammar: key of the compiled grammar, which was sent before; empty without a grammar.
         pooling: which hidden states make the embedding; None for a request that generates tokens.
+        banned: sequences of tokens that must not occur, from params.bad_words.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     arrival: float = 0.0
     grammar: bytes = b""
     pooling: PoolingKind | None = None
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):

@@ -103,8 +103,15 @@ class RequestStream:
     ) -> None:
         self.timeline = timeline
         self.grammar = grammar
-        self._param = None if params.grammar is None else params.grammar.param
-        self._detokenizer = Detokenizer(tokenizer, stop=params.stop, visible=visible)
+        self._param = _constraint(params)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            stop=params.stop,
+            keep_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            visible=visible,
+        )
+        self._keep_stop = params.include_stop_str_in_output
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._min_tokens = params.min_tokens
         self._count = 0
@@ -134,7 +141,8 @@ class RequestStream:
         self._embedding = output.embedding
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
-        text = output.token_ids if output.stop_token_id is None else output.token_ids[:-1]
+        ended = output.stop_token_id is not None and not self._keep_stop
+        text = output.token_ids[:-1] if ended else output.token_ids
         for i, token in enumerate(output.token_ids):
             self._token_ids.append(token)
             self._count += 1
@@ -200,3 +208,10 @@ class RequestStream:
         self._error_param = self._param if output.faulty_grammar else None
         if output.stop_token_id in self._stop_token_ids:
             self._stop_reason = output.stop_token_id
+
+
+def _constraint(params: SamplingParams) -> str | None:
+    """Return the field that restricts the output's tokens, for errors."""
+    if params.grammar is not None:
+        return params.grammar.param
+    return "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"

@@ -20,6 +20,8 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_LENGTH = 1 << 18
 MAX_CHOICES = 1024
+MAX_ALLOWED = 1 << 18
+MAX_BAD_WORDS = 256
 
 
 class Range(NamedTuple):
@@ -35,8 +37,8 @@ RANGES = {
     "max_tokens": Range(1, 2**31 - 1),
     "min_tokens": Range(0, 2**31 - 1),
     "temperature": Range(0.0, 2.0),
-    "top_p": Range(0.0, 1.0, low_open=True),
-    "top_k": Range(0, 2**31 - 1),
+    "top_p": Range(0.0, 1.0),
+    "top_k": Range(-1, 2**31 - 1),
     "min_p": Range(0.0, 1.0),
     "repetition_penalty": Range(0.0, 100.0, low_open=True),
     "presence_penalty": Range(-2.0, 2.0),
@@ -122,12 +124,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_tokens: maximum number of output tokens; None allows the whole context.
         min_tokens: neither an end token nor a stop string ends the output before this many tokens.
         temperature: 0 is greedy; at most 2.
-        top_p, top_k, min_p: cut the distribution; see models/interface.py.
+        top_p, top_k, min_p: cut the distribution; see models/interface.py. `top_p` 0 is greedy, and
+            `top_k` 0 or -1 keeps all tokens.
         repetition_penalty, presence_penalty, frequency_penalty: see models/interface.py.
         logit_bias: token id -> bias in [-100, 100].
+        allowed_token_ids: the only tokens that the output may have; None allows all.
+        bad_words: texts whose tokens must not occur in the output in sequence, neither at the
+            beginning of a text nor after a space.
         seed: the same seed gives the same output, whatever else is served; None draws a seed.
         stop: strings that end the output; they are not part of it.
+        include_stop_str_in_output: the string or token that ends the output is part of its text.
         stop_token_ids: tokens that end the output, besides the model's own.
+        skip_special_tokens: leave control tokens out of the text.
         ignore_eos: do not end at the model's own end tokens.
         logprobs: number of the most likely tokens to report with each token; None reports nothing.
         prompt_logprobs: the same for the prompt's tokens.
@@ -145,9 +153,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -166,7 +178,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _within(name, value, allowed)
         if self.max_tokens is not None:
             _within("min_tokens", self.min_tokens, Range(0, self.max_tokens))
-        _check_stop(self.stop)
+        _check_texts("stop", self.stop, MAX_STOP_STRINGS, "end every output")
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, "forbid every output")
+        if self.allowed_token_ids is not None and not (
+            0 < len(self.allowed_token_ids) <= MAX_ALLOWED
+        ):
+            raise RequestError(
+                f"allowed_token_ids has {len(self.allowed_token_ids)} entries; it must have 1 to "
+                f"{MAX_ALLOWED}",
+                param="allowed_token_ids",
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}",
@@ -187,20 +208,19 @@ def _within(param: str, value: float, allowed: Range, *, where: str | None = Non
     )
 
 
-def _check_stop(stop: tuple[str, ...]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise RequestError(
-            f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS}", param="stop"
-        )
-    for i, text in enumerate(stop):
+def _check_texts(param: str, texts: tuple[str, ...], most: int, empty: str) -> None:
+    """Raise RequestError for too many texts, or for a text that no output can contain."""
+    if len(texts) > most:
+        raise RequestError(f"{param} has {len(texts)} strings; at most {most}", param=param)
+    for i, text in enumerate(texts):
         if not text:
-            raise RequestError(f"stop[{i}] is empty; it would end every output", param="stop")
+            raise RequestError(f"{param}[{i}] is empty; it would {empty}", param=param)
         if len(text) > MAX_STOP_LENGTH:
             raise RequestError(
-                f"stop[{i}] has {len(text)} characters; at most {MAX_STOP_LENGTH}", param="stop"
+                f"{param}[{i}] has {len(text)} characters; at most {MAX_STOP_LENGTH}", param=param
             )
         if not is_unicode(text):
-            raise RequestError(f"stop[{i}] has half a surrogate pair", param="stop")
+            raise RequestError(f"{param}[{i}] has half a surrogate pair", param=param)
 
 
 def is_unicode(text: str) -> bool:

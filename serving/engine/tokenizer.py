@@ -2,11 +2,10 @@
 
 The `tokenizers` library reads a checkpoint's `tokenizer.json` directly. Loading it through
 `transformers.AutoTokenizer` gives the same ids but imports torch (3.2 s and 240 MB against 0.5 s
-and 55 MB). The sandbox in transformers renders chat templates. It defines the features for
-templates, and it keeps a hostile template away from Python.
+and 55 MB).
 
-A template yields one text, which is then encoded. So control tokens in a message's *content* (a
-user writes `<|im_end|>`) act as control tokens, as with transformers and vLLM. Filter untrusted
+A chat template yields one text, which is then encoded. So control tokens in a message's *content*
+(a user writes `<|im_end|>`) act as control tokens, as with transformers and vLLM. Filter untrusted
 text first if it must not control the model in this way.
 
 Not handled: tokenizers without a `tokenizer.json` (save them once with transformers to get one),
@@ -22,10 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
-
 from weft.errors import ModelError, RequestError
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.chat_templates import ChatTemplates
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -50,17 +48,6 @@ _DECODERS = {
 }
 _ANCHOR = "a"
 _CHARACTERS = 16  # characters checked for each allowed token: four times the usual ratio
-# `raise_exception` in a template raises jinja2.TemplateError. The others come from expressions
-# that a message with an unexpected shape breaks.
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 
 
 MARKS = frozenset(
@@ -79,9 +66,9 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer`.
         eos_token_ids: tokens that end an answer, according to the checkpoint.
-        special_tokens: name -> text, such as "eos_token" -> "</s>"; templates can use them.
+        special_tokens: name -> text, such as "eos_token" -> "</s>".
         special_token_ids: control tokens, such as the end of a turn.
-        chat_templates: name -> Jinja source; the usual one is "default".
+        chat_templates: convert conversations to text.
         is_byte_level: the tokens' bytes, joined and decoded as UTF-8, are the text.
     """
 
@@ -89,7 +76,7 @@ class Tokenizer:
     eos_token_ids: tuple[int, ...]
     special_tokens: dict[str, str]
     special_token_ids: frozenset[int]
-    chat_templates: dict[str, str]
+    chat_templates: ChatTemplates
     is_byte_level: bool
     _token_bytes: dict[int, bytes] = field(default_factory=dict, repr=False)
 
@@ -100,16 +87,26 @@ class Tokenizer:
         return {text: token for text, token in special.items() if text in MARKS}
 
     @classmethod
-    def load(cls, path: str | Path, *, model: str | Path | None = None) -> Tokenizer:
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        model: str | Path | None = None,
+        chat_template: str | Path | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
         """Load from a directory, without downloads and without running the checkpoint's code.
 
         Args:
             path: directory with `tokenizer.json`.
             model: the checkpoint's directory, if it is a different one. Its
                 `generation_config.json` and `config.json` name end tokens too.
+            chat_template: file with a template that replaces the checkpoint's.
+            template_arguments: arguments for the template in all conversations.
 
         Raises:
             ModelError: a file is missing or invalid.
+            ConfigError: `chat_template` or `template_arguments` is wrong.
         """
         import transformers.utils.chat_template_utils  # noqa: F401  the first chat must not wait
         from tokenizers import Tokenizer as Backend
@@ -142,7 +139,9 @@ class Tokenizer:
                 for token_id, token in backend.get_added_tokens_decoder().items()
                 if token.special
             ),
-            chat_templates=_chat_templates(path, config),
+            chat_templates=ChatTemplates.load(
+                path, config, special_tokens, chat_template, template_arguments
+            ),
             is_byte_level=bool(decoders) and decoders <= {"ByteLevel", "Sequence"},
         )
 
@@ -226,58 +225,14 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Convert a conversation to token ids, ready for the model to answer.
 
-        Args:
-            messages: dicts with "role", "content" and other fields that the template knows.
-            tools: functions that the model may call, in OpenAI's format.
-            add_generation_prompt: end with the opening of the assistant's turn.
-
-        Raises:
-            RequestError: there is no template, or it rejects the conversation.
+        Args and raises as `ChatTemplates.render`.
         """
-        text = self.render_chat(messages, tools, add_generation_prompt)
+        text = self.chat_templates.render(messages, tools, arguments=arguments)
         return self.encode(text, add_special_tokens=False)
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        *,
-        continued: bool = False,
-    ) -> str:
-        """Convert a conversation to text; see `apply_chat_template`.
-
-        With `continued`, the text ends inside the last message, so that the model continues it.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
-        if name not in self.chat_templates:
-            raise RequestError(
-                "this model has no chat template; use /v1/completions",
-                param="messages",
-                code="no_chat_template",
-            )
-        try:
-            texts, _ = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=self.chat_templates[name],
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continued,
-                **self.special_tokens,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise RequestError(
-                f"the model's chat template rejects the messages: {error}",
-                param="messages",
-                code="chat_template_error",
-            ) from error
-        return str(texts[0])
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self.backend.id_to_token(token_id)
@@ -296,10 +251,15 @@ class Tokenizer:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """Load the tokenizer named in an engine's settings; errors as from `Tokenizer.load`."""
-    from weft.models.checkpoint.locate import find, locate
+    from weft.models.checkpoint.locate import find
 
-    model = locate(config.model, config.revision)
-    return Tokenizer.load(find(config.tokenizer) if config.tokenizer else model, model=model)
+    model = find(config.model, config.revision)
+    return Tokenizer.load(
+        find(config.tokenizer) if config.tokenizer else model,
+        model=model,
+        chat_template=config.chat_template,
+        template_arguments=config.template_arguments,
+    )
 
 
 def fallback_byte(piece: str) -> int | None:
@@ -451,58 +411,3 @@ def _eos_token_ids(backend: Any, special: dict[str, str], model: Path) -> tuple[
             return tuple(dict.fromkeys(ids))
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return () if eos is None else (eos,)
-
-
-def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates: from files, or from a key in the configuration (older).
-
-    Raises:
-        ModelError: a template is no text, or is not valid Jinja.
-    """
-    config_file = path / "tokenizer_config.json"
-    templates = config.get("chat_template") or {}
-    if isinstance(templates, str):
-        templates = {"default": templates}
-    elif isinstance(templates, list):
-        try:
-            templates = {entry["name"]: entry["template"] for entry in templates}
-        except (KeyError, TypeError):
-            templates = None
-    if not isinstance(templates, dict) or not all(map(_is_text, [*templates, *templates.values()])):
-        raise ModelError(
-            f"{config_file}: chat_template must be a text, or a list of objects with the texts "
-            "name and template"
-        )
-    sources = dict.fromkeys(templates, config_file)
-    files = {"default": path / "chat_template.jinja"}
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        files[file.stem] = file
-    for name, file in files.items():
-        if file.is_file():
-            templates[name], sources[name] = file.read_text(encoding="utf-8"), file
-    for name, template in templates.items():
-        _check_template(template, sources[name], name)
-    return templates
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _check_template(template: str, file: Path, name: str) -> None:
-    """Compile a chat template, without running it.
-
-    Raises:
-        ModelError: it is not valid Jinja.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    never = "{% for _ in [] %}" + template + "{% endfor %}"
-    try:
-        render_jinja_template(conversations=[[]], chat_template=never)
-    except (TemplateSyntaxError, SyntaxError) as error:  # the latter from nesting too deep
-        message = error.message if isinstance(error, TemplateSyntaxError) else error.msg
-        raise ModelError(
-            f"{file}: the chat template {name!r} is not valid Jinja, in line {error.lineno}: "
-            f"{message}"
-        ) from error

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from support.checkpoints import make_checkpoint
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError, EngineError, ModelError, RequestError
 from weft.serving.config.progress import Progress
+from weft.serving.engine.sampling_params import Grammar
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 PROMPTS = [f"the weather is {word}" for word in ("one", "two", "three", "four", "five", "six")]
@@ -228,3 +230,83 @@ def test_settings_are_checked_as_everywhere(checkpoint: Path) -> None:
         LLM(checkpoint, kv_cache_memory="4 apples")
     with LLM(checkpoint, threads=1, kv_cache_memory="1M", max_model_len=64) as llm:
         assert llm.info.num_blocks * llm.info.block_size >= 64
+
+
+def test_allowed_tokens_and_bad_words(llm: LLM) -> None:
+    """Of a random model, whose output without them has other tokens and these words."""
+    (free,) = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=24))
+    allowed = tuple(sorted(set(free.token_ids)))[::2]
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, allowed_token_ids=allowed)
+    (kept,) = llm.generate(PROMPTS[0], params)
+    assert len(kept.token_ids) == 24
+    assert set(kept.token_ids) <= set(allowed)
+    assert set(free.token_ids) - set(allowed)
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=24)
+    (free,) = llm.generate(PROMPTS[0], greedy)
+    token = next(t for t in free.token_ids if llm.tokenizer.token_text(t).strip().isalnum())
+    word = llm.tokenizer.token_text(token).strip()
+    (other,) = llm.generate(PROMPTS[0], msgspec.structs.replace(greedy, bad_words=(word,)))
+    ids = {llm.tokenizer.encode(text)[0] for text in (word, " " + word)}
+    assert ids & set(free.token_ids)
+    assert not ids & set(other.token_ids)
+
+
+def test_a_bad_word_of_several_tokens(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=64, n=4, seed=1, grammar=Grammar("regex", "(a[bc]){16}"))
+    free = llm.generate("a", params)
+    assert all("ab" in answer.text for answer in free)
+    banned = msgspec.structs.replace(params, bad_words=("ab",))
+    assert {answer.text for answer in llm.generate("a", banned)} == {"ac" * 16}
+
+
+def test_restrictions_that_leave_nothing(llm: LLM) -> None:
+    only = Grammar("regex", "(ab){4}")
+    (answer,) = llm.generate("a", SamplingParams(grammar=only, bad_words=("ab",)))
+    assert answer.text in ("", "a")
+    assert answer.finish_reason == "error"
+    assert answer.error == "allowed_token_ids and bad_words leave no token that can follow"
+    (token,) = llm.tokenizer.encode("a")
+    params = SamplingParams(allowed_token_ids=(token,), bad_words=("a",))
+    with pytest.raises(RequestError, match="bad_words forbids all of allowed_token_ids"):
+        llm.generate("a", params)
+
+
+def test_bounds_that_mean_off_or_greedy(llm: LLM) -> None:
+    greedy = llm.generate(PROMPTS, GREEDY)
+    hot = SamplingParams(temperature=1.5, top_p=0.0, seed=3, max_tokens=8)
+    assert [a.token_ids for a in llm.generate(PROMPTS, hot)] == [a.token_ids for a in greedy]
+    params = [SamplingParams(seed=5, max_tokens=8, top_k=top_k) for top_k in (0, -1)]
+    off, minus = llm.generate([PROMPTS[0]] * 2, params)
+    assert off.token_ids == minus.token_ids
+
+
+def test_the_stop_string_and_special_tokens_may_stay_in_the_text(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=16))
+    stop = whole.text[3:5]
+    cut = SamplingParams(temperature=0.0, max_tokens=16, stop=(stop,))
+    (without,) = llm.generate(PROMPTS[0], cut)
+    (kept,) = llm.generate(
+        PROMPTS[0], msgspec.structs.replace(cut, include_stop_str_in_output=True)
+    )
+    assert kept.text == without.text + stop
+    assert whole.text.startswith(kept.text)
+
+    end, eos = llm.tokenizer.eos_token_ids[0], llm.tokenizer.special_tokens["eos_token"]
+    only = SamplingParams(max_tokens=3, allowed_token_ids=(end,), ignore_eos=True)
+    assert llm.generate("a", only)[0].text == ""
+    shown = msgspec.structs.replace(only, skip_special_tokens=False)
+    assert llm.generate("a", shown)[0].text == eos * 3
+    ending = msgspec.structs.replace(shown, ignore_eos=False)
+    assert llm.generate("a", ending)[0].text == ""
+    ending = msgspec.structs.replace(ending, include_stop_str_in_output=True)
+    assert llm.generate("a", ending)[0].text == eos
+
+
+def test_chat_template_arguments(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match=r"kwargs.messages is set by the server"):
+        llm.chat(chat, GREEDY, chat_template_kwargs={"messages": []})
+    (answer,) = llm.chat(chat, GREEDY, chat_template_kwargs={"unread": 1})
+    assert answer.token_ids == llm.chat(chat, GREEDY)[0].token_ids
+    assert list(llm.stream(chat, GREEDY, chat_template_kwargs={"unread": 1}))

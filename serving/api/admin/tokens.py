@@ -14,7 +14,7 @@ from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.openai.replies import DetokenizedText, TokenizerInfo, Tokens
-from weft.serving.api.openai.requests import Messages, Tool
+from weft.serving.api.openai.requests import Messages, TemplateRequest, Tool
 from weft.serving.api.state import State
 
 router = APIRouter(route_class=JsonRoute)
@@ -22,9 +22,14 @@ router = APIRouter(route_class=JsonRoute)
 _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"prompt": {"not": _NULL}}
 _MESSAGES: dict[str, Any] = {"messages": {"not": _NULL}}
+_FOR_MESSAGES = (
+    *("tools", "chat_template_kwargs", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+_NO_MESSAGES: dict[str, Any] = dict.fromkeys(("messages", *_FOR_MESSAGES), _NULL)
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateRequest):
     """A prompt, or messages for the chat template.
 
     `add_special_tokens` defaults to true for a prompt. For messages it defaults to false, because
@@ -35,14 +40,13 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
-                {"required": ["prompt"], "properties": _TEXT | {"messages": _NULL, "tools": _NULL}},
+                {"required": ["prompt"], "properties": _TEXT | _NO_MESSAGES},
                 {"required": ["messages"], "properties": _MESSAGES | {"prompt": _NULL}},
             ]
         }
@@ -52,8 +56,9 @@ class TokenizeRequest(Body):
     def _one_of_them(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give one of prompt and messages", param="prompt")
-        if self.tools is not None and self.messages is None:
-            raise RequestError("tools are only for messages", param="tools")
+        for name in _FOR_MESSAGES if self.messages is None else ():
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is only for messages", param=name)
         return self
 
 
@@ -70,16 +75,21 @@ class DetokenizeRequest(Body):
 @router.post("/tokenize", **returns(Tokens))
 async def tokenize(body: TokenizeRequest, state: State) -> Response:
     """Return the token ids for a prompt or a conversation."""
-    engine = state.ready_engine(body.model or state.model)
+    engine = state.ready_engine(body.model)
     tokenizer = engine.tokenizer
 
     def encoded() -> tuple[list[int], list[str] | None]:
         text, special = body.prompt, body.add_special_tokens
         if text is None:
             conversation = Conversation(
-                body.messages or (), [tool.function for tool in body.tools or ()]
+                body.messages or (),
+                [tool.function for tool in body.tools or ()],
+                template_arguments=body.chat_template_kwargs or {},
+                to_answer=body.to_answer,
+                continued=bool(body.continue_final_message),
+                thinking=body.thinking,
             )
-            text = conversation.prompt(tokenizer, to_answer=body.add_generation_prompt)
+            text = conversation.prompt(tokenizer)
             special = bool(special)
         ids = tokenizer.encode(text, add_special_tokens=special is not False)
         named = body.return_token_strs
@@ -93,7 +103,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
 @router.post("/detokenize", **returns(DetokenizedText))
 async def detokenize(body: DetokenizeRequest, state: State) -> Response:
     """Return the text for token ids."""
-    engine = state.ready_engine(body.model or state.model)
+    engine = state.ready_engine(body.model)
     size = engine.info.vocab_size
 
     def decoded() -> str:
@@ -110,7 +120,7 @@ async def detokenize(body: DetokenizeRequest, state: State) -> Response:
 @router.get("/tokenizer_info", **returns(TokenizerInfo))
 async def tokenizer_info(state: State) -> Response:
     """Return the tokenizer's special tokens and chat template."""
-    engine = state.ready_engine(state.model)
+    engine = state.ready_engine()
     tokenizer = engine.tokenizer
     special = tokenizer.special_tokens
     info = TokenizerInfo(
@@ -122,6 +132,6 @@ async def tokenizer_info(state: State) -> Response:
         pad_token=special.get("pad_token"),
         unk_token=special.get("unk_token"),
         eos_token_ids=list(tokenizer.eos_token_ids),
-        chat_template=tokenizer.chat_templates.get("default"),
+        chat_template=tokenizer.chat_templates.sources.get("default"),
     )
     return Response(msgspec.json.encode(info), media_type="application/json")

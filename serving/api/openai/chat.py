@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
 
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.conversation import Conversation
+from weft.serving.api.conversation import Conversation, text_of
 from weft.serving.api.generation import Generation
-from weft.serving.api.logprobs import chat_logprobs
+from weft.serving.api.logprobs import chat_logprobs, prompt_logprobs
 from weft.serving.api.openai.replies import (
     CalledFunction,
     ChatChoice,
@@ -51,11 +52,15 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
         [tool.function for tool in body.tools or ()],
         choice.function if isinstance(choice, NamedTool) else choice,
         body.parallel_tool_calls is not False,
+        to_answer=body.to_answer,
+        continued=bool(body.continue_final_message),
+        template_arguments=body.chat_template_kwargs or {},
+        thinking=body.thinking,
     )
     generation = await Generation.of_chat(
-        state, engine, conversation, _params(body), body.priority or 0
+        state, engine, conversation, _params(body), body.priority or 0, body.prompt_options
     )
-    writer = _Writer(body, generation, state.answer_format(engine))
+    writer = _Writer(body, state.model, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.events())
     completion = await cancel_on_disconnect(request.receive, writer.whole())
@@ -74,36 +79,48 @@ def _params(body: ChatRequest) -> SamplingParams:
 class _Writer:
     """Writes the answers to one request in OpenAI's shape."""
 
-    def __init__(self, body: ChatRequest, generation: Generation, form: AnswerFormat) -> None:
+    def __init__(
+        self, body: ChatRequest, model: str, generation: Generation, form: AnswerFormat
+    ) -> None:
         self._body = body
+        self._model = model
         self._generation = generation
         self._format = form
         self._id = new_id("chatcmpl")
         self._created = now()
         self._calls = [0] * generation.count  # number of calls in each answer, so far
+        last = body.messages[-1]
+        self._echo = text_of(last) if body.echo and last.role == "assistant" else ""
 
     async def whole(self) -> ChatCompletion:
         """Return all answers in one response."""
+        answers = await self._generation.collect()
         choices = [
             ChatChoice(
                 index=answer.index,
                 message=self._message(answer),
                 finish_reason=answer.finish_reason,
                 logprobs=self._logprobs(answer),
+                token_ids=self._token_ids(answer),
             )
-            for answer in await self._generation.collect()
+            for answer in answers
         ]
-        return ChatCompletion(
+        completion = ChatCompletion(
             id=self._id,
             created=self._created,
-            model=self._body.model,
+            model=self._model,
             choices=choices,
             usage=self._usage(),
+            prompt_token_ids=self._prompt_token_ids(),
         )
+        if (top := self._body.prompt_logprobs) is not None:
+            scores = answers[0].prompt_logprobs or ()
+            completion.prompt_logprobs = prompt_logprobs(self._format.tokenizer, scores, top)
+        return completion
 
     def _message(self, answer: Answer) -> ChatMessage:
         calls, reasoning = answer.calls, answer.reasoning
-        message = ChatMessage(answer.content or (None if calls else ""))
+        message = ChatMessage(self._echo + answer.content or (None if calls else ""))
         if calls:
             message.tool_calls = [
                 MessageToolCall(
@@ -111,26 +128,30 @@ class _Writer:
                 )
                 for call in calls
             ]
-        if reasoning:
+        if reasoning and self._body.include_reasoning is not False:
             message.reasoning = message.reasoning_content = reasoning
         return message
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield for each answer its role, then its pieces, then its finish reason."""
         chunk = ChatCompletionChunk(
-            id=self._id, created=self._created, model=self._body.model, choices=[]
+            id=self._id, created=self._created, model=self._model, choices=[]
         )
         if self._body.include_usage:
             chunk.usage = None
+        chunk.prompt_token_ids = self._prompt_token_ids()
         new = set(range(self._generation.count))
         async with aclosing(self._generation.stream()) as parts:
             async for part in parts:
                 i, reason = part.index, part.finish_reason
+                if self._body.continuous_usage:
+                    chunk.usage = self._usage()
                 if i in new:
                     new.remove(i)
-                    role = ChatDelta(role="assistant", content="", refusal=None)
+                    role = ChatDelta(role="assistant", content=self._echo, refusal=None)
                     chunk.choices = [ChatChunkChoice(i, role)]
                     yield event(chunk)
+                    chunk.prompt_token_ids = UNSET
                 for choice in self._choices(part):
                     chunk.choices = [choice]
                     yield event(chunk)
@@ -146,21 +167,32 @@ class _Writer:
         usage.completion_tokens_details = CompletionTokensDetails(self._generation.reasoning_tokens)
         return usage
 
+    def _token_ids(self, answer: Answer) -> list[int] | UnsetType:
+        return list(answer.token_ids) if self._body.return_token_ids else UNSET
+
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        return self._generation.prompt(0) if self._body.return_token_ids else UNSET
+
     def _logprobs(self, answer: Answer) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
         return chat_logprobs(self._format.tokenizer, answer.logprobs)
 
     def _choices(self, part: Answer) -> Iterator[ChatChunkChoice]:
-        """Yield a delta for each piece; log probabilities go with the first."""
-        deltas = [self._delta(part.index, piece) for piece in part.pieces]
+        """Yield a delta for each piece; log probabilities and token ids go with the first."""
+        deltas = [
+            self._delta(part.index, piece)
+            for piece in part.pieces
+            if not (isinstance(piece, Reasoning) and self._body.include_reasoning is False)
+        ]
+        token_ids = self._token_ids(part)
         # A delta without text is sent too, because clients measure the time between tokens.
-        if not deltas and (part.logprobs or part.finish_reason is None):
+        if not deltas and (part.logprobs or token_ids or part.finish_reason is None):
             deltas = [ChatDelta(content="")]
         logprobs = self._logprobs(part)
         for delta in deltas:
-            yield ChatChunkChoice(part.index, delta, logprobs=logprobs)
-            logprobs = None
+            yield ChatChunkChoice(part.index, delta, logprobs=logprobs, token_ids=token_ids)
+            logprobs, token_ids = None, UNSET
 
     def _delta(self, i: int, piece: Piece) -> ChatDelta:
         match piece:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.generation import Generation
-from weft.serving.api.logprobs import TextLogprobs, joined
+from weft.serving.api.logprobs import TextLogprobs, joined, prompt_logprobs
 from weft.serving.api.openai.replies import (
     Completion,
     CompletionChoice,
@@ -38,9 +38,9 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     """Continue one text or several, without a chat template."""
     engine = state.ready_engine(body.model)
     generation = await Generation.of_texts(
-        state, engine, body.prompt, _params(body), body.priority or 0
+        state, engine, body.prompt, _params(body), body.priority or 0, body.prompt_options
     )
-    writer = _Writer(body, engine.tokenizer, generation)
+    writer = _Writer(body, state.model, engine.tokenizer, generation)
     if body.stream:
         return await EventStream.start(request, writer.events())
     completion = await cancel_on_disconnect(request.receive, writer.whole())
@@ -54,8 +54,14 @@ def _params(body: CompletionRequest) -> SamplingParams:
     return body.sampling_params(
         max_tokens=max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=_prompt_logprobs(body),
     )
+
+
+def _prompt_logprobs(body: CompletionRequest) -> int | None:
+    """Return the number that the engine computes: for an echo, and for prompt_logprobs."""
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((count for count in asked if count is not None), default=None)
 
 
 def _only_echo(body: CompletionRequest) -> bool:
@@ -67,19 +73,19 @@ class _Writer:
     """Writes the answers to one request in OpenAI's shape."""
 
     def __init__(
-        self, body: CompletionRequest, tokenizer: Tokenizer, generation: Generation
+        self, body: CompletionRequest, model: str, tokenizer: Tokenizer, generation: Generation
     ) -> None:
         self._body = body
         self._tokenizer = tokenizer
         self._generation = generation
         self._n = body.n or 1
         self._only_echo = _only_echo(body)
-        self._head = Completion(id=new_id("cmpl"), created=now(), model=body.model, choices=[])
+        self._head = Completion(id=new_id("cmpl"), created=now(), model=model, choices=[])
 
     async def whole(self) -> Completion:
         """Return all answers in one response."""
         choices = [
-            self._choice(answer, TextLogprobs(self._tokenizer), echo=bool(self._body.echo))
+            self._choice(answer, self._logprobs(), first=True)
             for answer in await self._generation.collect()
         ]
         return replace(self._head, choices=choices, usage=self._usage())
@@ -89,24 +95,37 @@ class _Writer:
         if self._body.include_usage:
             self._head.usage = None
         count = self._generation.count
-        logprobs = [TextLogprobs(self._tokenizer) for _ in range(count)]
-        to_echo = set(range(count)) if self._body.echo else set()
+        logprobs = [self._logprobs() for _ in range(count)]
+        new = set(range(count))
         async with aclosing(self._generation.stream()) as parts:
             async for part in parts:
                 i = part.index
-                self._head.choices = [self._choice(part, logprobs[i], echo=i in to_echo)]
-                to_echo.discard(i)
+                self._head.choices = [self._choice(part, logprobs[i], first=i in new)]
+                new.discard(i)
+                if self._body.continuous_usage:
+                    self._head.usage = self._usage()
                 yield event(self._head)
         if self._body.include_usage:
             yield event(replace(self._head, choices=[], usage=self._usage()))
 
-    def _choice(self, part: Answer, logprobs: TextLogprobs, *, echo: bool) -> CompletionChoice:
+    def _logprobs(self) -> TextLogprobs:
+        skip = self._body.skip_special_tokens is not False
+        return TextLogprobs(self._tokenizer, self._body.logprobs or 0, skip_special_tokens=skip)
+
+    def _choice(self, part: Answer, logprobs: TextLogprobs, *, first: bool) -> CompletionChoice:
         """Write an answer, or a part."""
         choice = CompletionChoice(part.index, "", part.finish_reason)
         if self._body.logprobs is not None:
             choice.logprobs = CompletionLogprobs([], [], [], [])
-        if echo:
+        if first and self._body.echo:
             self._echo(choice, part, logprobs)
+        if first and (top := self._body.prompt_logprobs) is not None:
+            scores = part.prompt_logprobs or ()
+            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, scores, top)
+        if self._body.return_token_ids:
+            choice.token_ids = [] if self._only_echo else list(part.token_ids)
+            if first:
+                choice.prompt_token_ids = self._generation.prompt(part.index)
         if not self._only_echo:
             choice.text += part.content
             if choice.logprobs is not None:
@@ -122,10 +141,10 @@ class _Writer:
 
     def _prompt_text(self, i: int) -> str:
         """Return the prompt of answer i as text."""
-        prompt = self._body.prompt[i // self._n]
-        if isinstance(prompt, str):
+        prompt, body = self._body.prompt[i // self._n], self._body
+        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             return prompt
-        return self._tokenizer.decode(prompt, skip_special_tokens=False)
+        return self._tokenizer.decode(self._generation.prompt(i), skip_special_tokens=False)
 
     def _usage(self) -> CompletionUsage:
         usage = self._generation.usage()

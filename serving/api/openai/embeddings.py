@@ -37,7 +37,7 @@ router = APIRouter(route_class=JsonRoute)
 class EmbeddingRequest(Body):
     """POST /v1/embeddings; OpenAI does not have `priority`."""
 
-    model: str
+    model: str | None = None
     input: Annotated[list[str] | list[list[int]], prompts_up_to(MAX_INPUTS)]
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -117,7 +117,7 @@ async def _embed(
     await for_each(range(len(requests)), work, workers=running)
     tokens = sum(len(each.prompt_token_ids) for each in requests)
     embeddings = cast(list[Embedding], data)
-    return EmbeddingList(embeddings, body.model, EmbeddingUsage(tokens, tokens))
+    return EmbeddingList(embeddings, state.model, EmbeddingUsage(tokens, tokens))
 
 
 async def _at_once() -> None:

@@ -87,6 +87,18 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
+class PromptLogprob(Struct):
+    """A prompt token's log probability and rank (1 is the most likely), in vLLM's form."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each prompt token, the log probabilities by token id; null for the first token."""
+
+
 class CompletionChoice(Struct):
     """One text; in a stream, `finish_reason` is null until the last event."""
 
@@ -94,6 +106,9 @@ class CompletionChoice(Struct):
     text: str
     finish_reason: FinishReason | None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -164,6 +179,7 @@ class ChatChoice(Struct):
     message: ChatMessage
     finish_reason: FinishReason | None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):
@@ -175,6 +191,8 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: CompletionUsage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class FunctionDelta(Struct):
@@ -211,6 +229,7 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     finish_reason: FinishReason | None = None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -222,6 +241,7 @@ class ChatCompletionChunk(Struct):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: CompletionUsage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Model(Struct):

@@ -24,7 +24,10 @@ from weft.errors import RequestError
 from weft.serving.api.body import Body, only_with
 from weft.serving.api.errors import explain
 from weft.serving.api.output_format import GuidedRequest
+from weft.serving.api.prompts import PromptOptions
+from weft.serving.engine.chat_templates import Effort, Thinking
 from weft.serving.engine.sampling_params import (
+    MAX_ALLOWED,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -54,13 +57,42 @@ LogitBias = Annotated[
 ]
 
 
+AllowedTokens = Annotated[
+    list[int],
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0},
+            "minItems": 1,
+            "maxItems": MAX_ALLOWED,
+        }
+    ),
+]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
+def _kept_tokens(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError(f" is {value}; it must be at least 1, or -1")
+    return value
+
+
+KeptTokens = Annotated[
+    int,
+    AfterValidator(_kept_tokens),
+    WithJsonSchema({"type": "integer", "anyOf": [{"minimum": 1}, {"const": -1}]}),
+]
+
+
 class StreamOptions(Body):
-    """Options for a stream; `include_usage` adds a last event with all token counts."""
+    """Options for a stream.
+
+    `include_usage` adds a last event with all token counts. With `continuous_usage_stats` too, each
+    event has the counts so far.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -73,13 +105,20 @@ _STREAM_OPTIONS = only_with(
 class GenerationRequest(GuidedRequest):
     """The common fields of completions and chats.
 
-    OpenAI does not have `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-    `stop_token_ids` and `priority`; their names are from vLLM.
+    docs/api.md has a table of all fields. Fields that OpenAI does not have are from vLLM, except
+    Ollama's `keep_alive`.
     """
 
-    model: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: StopTexts | None = None
+    best_of: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    echo: bool | None = None
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     logit_bias: LogitBias | None = None
     max_tokens: int | None = None
     metadata: dict[str, str] | None = None
@@ -88,8 +127,11 @@ class GenerationRequest(GuidedRequest):
     n: int | None = None
     presence_penalty: float | None = None
     priority: Priority | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float | None = None
+    return_token_ids: bool | None = None
     seed: int | None = None
+    skip_special_tokens: bool | None = None
     stop: Stop | None = None
     stop_token_ids: list[int] | None = None
     stream: bool | None = None
@@ -97,20 +139,63 @@ class GenerationRequest(GuidedRequest):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
     user: str | None = None
+    # Only the value without an effect.
+    early_stopping: Literal[False] | None = None
+    keep_alive: str | float | None = None
+    length_penalty: Literal[1] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    use_beam_search: Literal[False] | None = None
+    # Unsupported; null is the same as absent.
+    guided_decoding_backend: None = None
+    guided_whitespace_pattern: None = None
+    kv_transfer_params: None = None
+    logits_processors: None = None
+    request_id: None = None
+    return_tokens_as_token_ids: None = None
+    thinking_token_budget: None = None
+    vllm_xargs: None = None
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_STREAM_OPTIONS]})
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Self:
+    def _stream_agrees(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(
+                "prompt_logprobs and stream: true do not go together", param="prompt_logprobs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> Self:
+        if self.best_of not in (None, 1, self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of}; this server accepts it only when 1 or equal to n",
+                param="best_of",
+                code="unsupported_value",
+            )
         return self
 
     @property
     def include_usage(self) -> bool:
         """True if a last event has the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if each event has the token counts so far."""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    @property
+    def prompt_options(self) -> PromptOptions:
+        """Options for the request's prompts."""
+        return PromptOptions(
+            self.add_special_tokens, self.truncate_prompt_tokens, self.cache_salt or ""
+        )
 
     def sampling_params(
         self, names: Mapping[str, str] | None = None, **more: Any
@@ -203,21 +288,10 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions: continue a text without a chat template."""
 
     prompt: Annotated[list[str] | list[list[int]], prompts_up_to(MAX_PROMPTS)]
-    best_of: int | None = None
-    echo: bool | None = None
     logprobs: int | None = None
     max_tokens: int | None = Field(None, ge=0)
     suffix: Literal[""] | None = None
-
-    @model_validator(mode="after")
-    def _best_of_is_n(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError(
-                f"best_of is {self.best_of}; this server accepts it only when equal to n",
-                param="best_of",
-                code="unsupported_value",
-            )
-        return self
+    prompt_embeds: None = None
 
 
 class TextPart(Body):
@@ -396,28 +470,62 @@ def mode_or(named: type[Body]) -> BeforeValidator:
 ToolChoice = ToolMode | NamedTool
 
 
-class ChatRequest(GenerationRequest):
+class TemplateRequest(Body):
+    """The fields that control the chat template."""
+
+    add_generation_prompt: bool | None = None
+    chat_template: None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are two ends of the prompt; set "
+                "one of them",
+                param="continue_final_message",
+            )
+        return self
+
+    @property
+    def to_answer(self) -> bool:
+        """True if the prompt ends with the beginning of the assistant's turn."""
+        return self.add_generation_prompt is not False
+
+    @property
+    def thinking(self) -> Thinking:
+        """The thought that the request asks for."""
+        return Thinking.of_effort(self.reasoning_effort)
+
+
+class ChatRequest(TemplateRequest, GenerationRequest):
     """POST /v1/chat/completions: the chat template turns the messages into one prompt."""
 
     messages: Messages
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     tool_choice: Annotated[ToolChoice | None, mode_or(NamedTool)] = None
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
-    # Unsupported fields of OpenAI's: null is the same as absent.
+    verbosity: Literal["medium"] | None = None
+    # Unsupported; null is the same as absent.
     audio: None = None
+    documents: None = None
     function_call: None = None
     functions: None = None
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
     prediction: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
     web_search_options: None = None
 
     model_config = ConfigDict(
@@ -425,7 +533,13 @@ class ChatRequest(GenerationRequest):
             "allOf": [
                 _STREAM_OPTIONS,
                 only_with(
-                    "top_logprobs", {"properties": {"logprobs": _TRUE}, "required": ["logprobs"]}
+                    "top_logprobs",
+                    {
+                        "anyOf": [
+                            {"properties": {"logprobs": _TRUE}, "required": ["logprobs"]},
+                            {"properties": {"top_logprobs": {"const": 0}}},
+                        ]
+                    },
                 ),
                 only_with(
                     "max_completion_tokens", {"properties": {"max_tokens": {"type": "null"}}}
@@ -436,7 +550,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only for logprobs: true", param="top_logprobs")
         if self.max_completion_tokens is not None and self.max_tokens is not None:
             raise RequestError(

@@ -56,17 +56,19 @@ class AnswerFormat:
             tools: "auto", "none", or a name in TOOL_FORMATS.
             reasoning: "auto", "none", or a name in REASONING_FORMATS.
         """
-        templates = "".join(tokenizer.chat_templates.values())
+        templates = tokenizer.chat_templates
         if tools == "auto":
             signs = (
                 name
                 for name, sign, other in _TOOL_SIGNS
-                if sign in templates and (other is None or other not in templates)
+                if templates.contain(sign) and (other is None or not templates.contain(other))
             )
             tools = next(signs, "none")
         if reasoning == "auto":
             forms = REASONING_FORMATS.items()
-            reasoning = next((name for name, form in forms if form.close in templates), "none")
+            reasoning = next(
+                (name for name, form in forms if templates.contain(form.close)), "none"
+            )
         return cls(
             tokenizer,
             None if tools == "none" else tools,
@@ -87,14 +89,13 @@ class AnswerFormat:
             token for text, token in self.tokenizer.mark_tokens.items() if text in marks
         )
 
-    def after_thought(self, grammar: Grammar, prompt: str) -> Grammar:
-        """Extend a grammar for an answer to this prompt, which may begin with a thought."""
+    def after_thought(self, grammar: Grammar, prompt: str, continued: str | None = None) -> Grammar:
+        """Extend a grammar for an answer that may begin with a thought; args as `parser`."""
         form = self._reasoning_format
-        if form is None or prompt.rstrip().endswith(form.close):  # the prompt has it
+        place = "after" if form is None else form.place(prompt, continued)
+        if form is None or place == "after":
             return grammar
-        return after_thought(
-            grammar, form, self.tokenizer.mark_tokens, opened=form.opened_by(prompt)
-        )
+        return after_thought(grammar, form, self.tokenizer.mark_tokens, opened=place == "within")
 
     def count_tokens(self, text: str) -> int:
         """Count the tokens of a text."""
@@ -106,20 +107,27 @@ class AnswerFormat:
         return digits[:9] if self.tools == "mistral" else f"call_{digits}"
 
     def parser(
-        self, prompt: str, tool_names: Collection[str] = (), *, parallel: bool = True
+        self,
+        prompt: str,
+        tool_names: Collection[str] = (),
+        *,
+        parallel: bool = True,
+        continued: str | None = None,
     ) -> AnswerParser:
         """Return a parser for one answer.
 
         Args:
-            prompt: the prompt as the model sees it; it may end within a thought.
+            prompt: the prompt as the model sees it; it may end within or after a thought.
             tool_names: functions for the model; without functions, calls are content.
             parallel: accept several calls; else only the first call is kept.
+            continued: the assistant's text that the answer continues.
         """
         reasoning, tools = self._reasoning_format, self._tool_format
+        place = "after" if reasoning is None else reasoning.place(prompt, continued)
         return AnswerParser(
             None
-            if reasoning is None
-            else ReasoningParser(reasoning, opened=reasoning.opened_by(prompt)),
+            if reasoning is None or place == "after"
+            else ReasoningParser(reasoning, opened=place == "within"),
             None
             if tools is None or not tool_names
             else ToolCallParser(tools, tool_names, parallel=parallel),

@@ -53,6 +53,7 @@ class Answer(Struct):
     Attributes:
         pieces: the text, split by a parser; may be empty.
         index: number of the answer within its request, from 0.
+        token_ids: the sampled tokens.
         logprobs: one per token, when asked for.
         prompt_logprobs: on the first part, when asked for.
         finish_reason: on the last part; None before.
@@ -61,6 +62,7 @@ class Answer(Struct):
 
     pieces: list[Piece]
     index: int = 0
+    token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None

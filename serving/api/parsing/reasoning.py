@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from weft.serving.api.parsing.pieces import Content, Piece, Reasoning, split_at
+
+Place = Literal["before", "within", "after"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,31 @@ class ReasoningFormat:
         """Return whether the prompt ends with the opening mark, so within a thought."""
         return prompt.rstrip().endswith(self.open)
 
+    def place(self, prompt: str, continued: str | None = None) -> Place:
+        """Return where an answer begins: before a thought, within it, or after it.
+
+        Args:
+            prompt: the prompt as the model sees it. It has the whole thought if a template
+                switches thinking off by an empty thought.
+            continued: the assistant's text that the answer continues, at the prompt's end.
+        """
+        if continued is not None:
+            opened = continued.rfind(self.open) > continued.rfind(self.close)
+            return "within" if opened else "after"
+        if self.opened_by(prompt):
+            return "within"
+        return "after" if prompt.rstrip().endswith(self.close) else "before"
+
 
 REASONING_FORMATS = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
+
+
+def within_thought(prompt: str) -> bool:
+    """Return whether the prompt ends with the opening mark of any format."""
+    return any(form.opened_by(prompt) for form in REASONING_FORMATS.values())
 
 
 class ReasoningParser:

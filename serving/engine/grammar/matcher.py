@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -42,8 +42,28 @@ NO_TEXT = b"\xff"
 logger = logging.getLogger(__name__)
 
 
+class Matcher(Protocol):
+    """Follows one request, and knows which tokens may come next.
+
+    Attributes:
+        mask: int32[ceil(V / 32)]; tokens that may come next, see StepInput.token_mask.
+    """
+
+    mask: Int32
+
+    @property
+    def ended(self) -> bool:
+        """True if nothing can follow, and there is no end token to sample."""
+
+    def advance(self, token: int) -> str | None:
+        """Accept the next token, which is not an end token; returns an error, if any.
+
+        An error only concerns this request.
+        """
+
+
 class GrammarMatcher:
-    """Follows one request through its grammar.
+    """Follows one request through its grammar; see Matcher.
 
     Args:
         matcher: a new xgrammar.GrammarMatcher; its stop tokens are among `end_token_ids`.
@@ -55,9 +75,6 @@ class GrammarMatcher:
     Raises:
         RequestError: no token can come first.
 
-    Attributes:
-        mask: int32[ceil(V / 32)]; tokens that may come next, see StepInput.token_mask.
-        ended: nothing can follow, and there is no end token to sample.
     """
 
     def __init__(
@@ -72,18 +89,15 @@ class GrammarMatcher:
         self._min_tokens = min_tokens
         self._count = 0
         self._seconds = MAX_SECONDS  # left to use; each token adds some
-        self._all = _all_but(range(vocab_size, -(-vocab_size // 32) * 32), vocab_size)
-        self._but_ends = _all_but(end_token_ids, vocab_size)
-        self._but_unwanted = _all_but(unwanted, vocab_size)
+        self._all = mask_of(range(vocab_size), vocab_size)
+        self._but_ends = ~mask_of(end_token_ids, vocab_size)
+        self._but_unwanted = ~mask_of(unwanted, vocab_size)
         self.ended = False
         self.mask: Int32
         self._fill()
 
     def advance(self, token: int) -> str | None:
-        """Accept the request's next token, which is not an end token; returns an error, if any.
-
-        An error only concerns this request.
-        """
+        """Accept the request's next token; see Matcher."""
         started = time.thread_time()
         try:
             if not self._matcher.accept_token(token):
@@ -117,13 +131,12 @@ class GrammarMatcher:
         self.mask = wanted if wanted.any() else mask
 
 
-def _all_but(token_ids: Collection[int], vocab_size: int) -> Int32:
-    """Return a mask of all tokens except these."""
-    mask = np.full(-(-vocab_size // 32), -1, np.int32)
-    ids = np.array([t for t in token_ids if 0 <= t < 32 * len(mask)], np.int64)
-    bits = np.left_shift(1, ids % 32).astype(np.uint32).view(np.int32)
-    np.bitwise_and.at(mask, ids // 32, ~bits)
-    return mask
+def mask_of(token_ids: Collection[int], vocab_size: int) -> Int32:
+    """Return a mask of exactly these tokens; ids beyond the vocabulary are left out."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    ids = np.fromiter(token_ids, np.int64, len(token_ids))
+    bits[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class GrammarMatchers:
@@ -136,7 +149,7 @@ class GrammarMatchers:
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         self._config = config
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-matchers")  # starts when used
         self._tokens: xgrammar.TokenizerInfo | None = None
         self._control: frozenset[int] = frozenset()
@@ -162,7 +175,7 @@ class GrammarMatchers:
 
         if self._tokens is None:
             tokenizer = load_tokenizer(self._config)
-            self._tokens = tokens_of(tokenizer, self._vocab_size)
+            self._tokens = tokens_of(tokenizer, self.vocab_size)
             self._control = control_tokens(tokenizer)
         return xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokens)
 
@@ -171,7 +184,7 @@ class GrammarMatchers:
 
         grammar = loading.result()  # done earlier by this thread
         # Only control tokens; a grammar may contain other end tokens as text.
-        stop = [t for t in add.end_token_ids if t in self._control and t < self._vocab_size]
+        stop = [t for t in add.end_token_ids if t in self._control and t < self.vocab_size]
         matcher = xgrammar.GrammarMatcher(
             grammar,
             override_stop_tokens=stop or None,
@@ -180,7 +193,7 @@ class GrammarMatchers:
         params = add.params
         unwanted = set(add.end_token_ids) - set(params.stop_token_ids) if params.ignore_eos else ()
         return GrammarMatcher(
-            matcher, self._vocab_size, add.end_token_ids, params.min_tokens, unwanted
+            matcher, self.vocab_size, add.end_token_ids, params.min_tokens, unwanted
         )
 
 

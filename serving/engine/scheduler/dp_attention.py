@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from weft.models.interface import Result, Step
-from weft.serving.engine.grammar.matcher import GrammarMatcher
+from weft.serving.engine.grammar.matcher import Matcher
 from weft.serving.engine.protocol import Add, EngineStats, Move, TokenOutput
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
@@ -34,7 +34,7 @@ class DpAttentionScheduler:
         self._steps = 0
         self._seconds = 0.0
 
-    def add(self, add: Add, matcher: GrammarMatcher | None = None) -> None:
+    def add(self, add: Add, matcher: Matcher | None = None) -> None:
         """Queue a request; see `Scheduler.add`."""
         instance = self._choose(add) if len(self._schedulers) > 1 else 0
         self._schedulers[instance].add(add, matcher)

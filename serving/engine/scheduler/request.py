@@ -7,8 +7,8 @@ from array import array
 import numpy as np
 
 from weft.models.interface import Float32, Logprobs, SlotSampling
-from weft.serving.engine.grammar.matcher import GrammarMatcher
-from weft.serving.engine.prefix_keys import ROOT_KEY, block_keys
+from weft.serving.engine.grammar.matcher import Matcher
+from weft.serving.engine.prefix_keys import block_keys
 from weft.serving.engine.protocol import Add, TokenLogprob
 
 
@@ -19,7 +19,7 @@ class Request:
         add: the API process's message.
         number: number of requests that arrived before.
         max_model_len: maximum number of tokens in a request.
-        matcher: the request's grammar matcher, if it has a grammar.
+        matcher: restricts the tokens, if the request has a grammar or a token filter.
 
     Attributes:
         order: (priority, arrival); lower is served first, and higher is preempted first.
@@ -38,7 +38,7 @@ class Request:
         cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
         known_keys: prefix-cache keys of the first blocks, as far as they were needed.
         wants_logprobs: the request asked for log probabilities of its tokens or of its prompt.
-        matcher: the request's grammar matcher, which has accepted all tokens that have come back.
+        matcher: restricts the tokens; it has accepted all tokens that have come back.
         arrival: time.monotonic() at the request's arrival.
         queued: seconds until the first admission; None before, and once sent.
         ended: no further output is sent; a step in flight may still name the slot.
@@ -46,6 +46,7 @@ class Request:
 
     __slots__ = (
         "_pooled_tokens",
+        "_root_key",
         "arrival",
         "cached_tokens",
         "computed",
@@ -71,7 +72,7 @@ class Request:
     )
 
     def __init__(
-        self, add: Add, number: int, max_model_len: int, matcher: GrammarMatcher | None = None
+        self, add: Add, number: int, max_model_len: int, matcher: Matcher | None = None
     ) -> None:
         assert add.params.max_tokens is not None, "the API process fills max_tokens in"
         self.id = add.request_id
@@ -103,6 +104,7 @@ class Request:
         self.ended = False
         self.matcher = matcher
         self.known_keys = add.prompt.block_keys()
+        self._root_key = add.prompt.root
 
     def __len__(self) -> int:
         """Number of known tokens: the prompt, and results from finished steps."""
@@ -113,7 +115,7 @@ class Request:
         keys = self.known_keys
         if len(keys) < count:
             tokens = self.token_ids[len(keys) * block_size : count * block_size]
-            keys += block_keys(tokens.tobytes(), block_size, keys[-1] if keys else ROOT_KEY)
+            keys += block_keys(tokens.tobytes(), block_size, keys[-1] if keys else self._root_key)
         return keys if len(keys) == count else keys[:count]
 
     @property
@@ -144,9 +146,9 @@ class Request:
         history = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         return SlotSampling(
             slot=self.slot,
-            temperature=p.temperature,
-            top_k=p.top_k,
-            top_p=p.top_p,
+            temperature=p.temperature if p.top_p > 0 else 0.0,
+            top_k=max(0, p.top_k),
+            top_p=p.top_p or 1.0,
             min_p=p.min_p,
             repetition_penalty=p.repetition_penalty,
             presence_penalty=p.presence_penalty,

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from weft.errors import RequestError
 from weft.models.interface import FINITE, Float32, StepInput, StepOutput
-from weft.serving.engine.grammar.matcher import GrammarMatcher
+from weft.serving.engine.grammar.matcher import Matcher
 from weft.serving.engine.protocol import Add, EngineStats, FinishReason, Move, TokenOutput
 from weft.serving.engine.scheduler.block_manager import BlockManager, Slots
 from weft.serving.engine.scheduler.counters import Counters
@@ -113,7 +113,7 @@ class Scheduler:
 
     # Requests.
 
-    def add(self, add: Add, matcher: GrammarMatcher | None = None) -> None:
+    def add(self, add: Add, matcher: Matcher | None = None) -> None:
         """Queue a request, with a matcher if it has a grammar.
 
         Raises:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from weft.models.interface import Int32
-from weft.serving.engine.grammar.matcher import GrammarMatcher
+from weft.serving.engine.grammar.matcher import Matcher
 from weft.serving.engine.scheduler.block_manager import Slots
 from weft.serving.engine.scheduler.request import Request
 
@@ -44,7 +44,7 @@ class SlotTable:
 
     def __init__(self, num_slots: int) -> None:
         self.requests: list[Request | None] = [None] * num_slots
-        self.matchers: dict[int, GrammarMatcher] = {}
+        self.matchers: dict[int, Matcher] = {}
         self.retired: set[int] = set()
         self._free = list(reversed(range(num_slots)))
         self.length = np.zeros(num_slots, np.int32)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.models.interface import NO_MASK, NONE, Int32, Logprobs, StepInput
-from weft.serving.engine.grammar.matcher import GrammarMatcher
+from weft.serving.engine.grammar.matcher import Matcher
 from weft.serving.engine.scheduler.block_manager import BlockManager, Slots
 from weft.serving.engine.scheduler.request import Request, token_logprob
 from weft.serving.engine.scheduler.slot_table import SlotTable
@@ -135,7 +135,7 @@ def build_step(
     return StepInFlight(batch, slots, sampled, reaches_limit, chunks, scores, sums)
 
 
-def _mask(sampled: Slots, matchers: Mapping[int, GrammarMatcher]) -> tuple[Int32, Int32]:
+def _mask(sampled: Slots, matchers: Mapping[int, Matcher]) -> tuple[Int32, Int32]:
     """Return the sampled rows with a grammar, and a token mask for each."""
     rows = [row for row, slot in enumerate(sampled.tolist()) if slot in matchers]
     if not rows:

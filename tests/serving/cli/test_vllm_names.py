@@ -35,7 +35,9 @@ def test_another_name_sets_the_same_setting(name: str) -> None:
 def test_the_help_shows_weft_s_names_alone() -> None:
     text = weft.commands["serve"].get_help(click.Context(weft.commands["serve"]))
     others = [each for names in ALIASES.values() for name in names for each in name.split("/")]
-    assert not [name for name in (*others, *NO_OPS, *ADVICE) if re.search(rf"(?<![\w-]){name}\b", text)]
+    assert not [
+        name for name in (*others, *NO_OPS, *ADVICE) if re.search(rf"(?<![\w-]){name}\b", text)
+    ]
     assert "--tp N" in text
 
 

@@ -59,6 +59,9 @@ def _mixture(count: int) -> tuple[list[str], list[SamplingParams]]:
         {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
         {"temperature": 0.7, "seed": 5, "logit_bias": {7: 4.0}, "min_tokens": 3},
         {"temperature": 1.0, "seed": 6, "grammar": Grammar("regex", "[a-c ]+")},
+        {"temperature": 1.0, "seed": 7, "allowed_token_ids": tuple(range(3, 200, 7))},
+        {"temperature": 0.0, "bad_words": ("a", "the", "one more"), "top_k": -1},
+        {"temperature": 1.0, "top_p": 0.0},
     ]
     prompts = [f"{PROMPT} {'one more ' * (i % 13)}thing" for i in range(count)]
     params = [

@@ -241,8 +241,8 @@ def test_the_templates_file_wins_and_tools_have_their_own(tmp_path: Path) -> Non
     path = kinds.write_byte_level(tmp_path, chat_template=templates)
     (path / "chat_template.jinja").write_text("new")
     tokenizer = Tokenizer.load(path)
-    assert tokenizer.render_chat(MESSAGES) == "new"
-    assert tokenizer.render_chat(MESSAGES, tools=[{"type": "function"}]) == "tools"
+    assert tokenizer.chat_templates.render(MESSAGES) == "new"
+    assert tokenizer.chat_templates.render(MESSAGES, tools=[{"type": "function"}]) == "tools"
 
 
 @pytest.mark.parametrize(

@@ -286,11 +286,16 @@ def test_every_sampling_setting_can_be_given() -> None:
         "stop": ["a"],
         "stop_token_ids": [3],
         "logit_bias": {"4": 1.0},
+        "allowed_token_ids": [5],
+        "bad_words": ["c"],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
     }
     body = CompletionRequest.model_validate({"model": "tiny", "prompt": "a", "regex": "b"} | values)
     params = body.sampling_params(logprobs=body.logprobs, prompt_logprobs=1)
     assert params == SamplingParams(
         **values
-        | {"stop": ("a",), "stop_token_ids": (3,), "logit_bias": {4: 1.0}, "prompt_logprobs": 1},
+        | {"stop": ("a",), "stop_token_ids": (3,), "logit_bias": {4: 1.0}, "prompt_logprobs": 1}
+        | {"allowed_token_ids": (5,), "bad_words": ("c",)},
         grammar=Grammar("regex", "b", "regex"),
     )

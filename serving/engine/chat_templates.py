@@ -1,0 +1,343 @@
+"""Chat templates: conversations as text, and the template arguments that control thinking.
+
+A checkpoint's template is a Jinja program. transformers' sandbox runs it, so a hostile template
+stays away from Python. Templates differ in how they switch a model's thought on and off. Qwen3 and
+GLM read `enable_thinking`; DeepSeek, Granite and Kimi read `thinking`; gpt-oss and Mistral read
+`reasoning_effort`. `Thinking` is one form for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from weft.errors import ConfigError, ModelError, RequestError
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+_USUAL_EFFORTS = ("low", "medium", "high")
+_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT = "reasoning_effort"
+
+# Arguments that the API or transformers sets. A special token is one, too.
+_RESERVED = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("conversations", "chat_template", "return_assistant_tokens_mask", "tokenize"),
+    }
+)
+# `raise_exception` in a template raises jinja2.TemplateError. The others come from expressions
+# that a message with an unexpected shape breaks.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The thought that a request asks for, in no template's terms.
+
+    Attributes:
+        on: whether to think; None leaves it to the template.
+        effort: how much to think; None leaves it to the template. Not "none": then `on` is false.
+        param: the request's field, for errors.
+    """
+
+    on: bool | None = None
+    effort: Effort | None = None
+    param: str = "reasoning_effort"
+
+    @classmethod
+    def of_effort(cls, effort: Effort | None, param: str = "reasoning_effort") -> Self:
+        """Return the form of an OpenAI effort: "none" is off, and the others are on."""
+        if effort is None:
+            return cls(param=param)
+        return cls(False, None, param) if effort == "none" else cls(True, effort, param)
+
+
+UNASKED = Thinking()
+"""Leaves everything to the template."""
+
+
+@dataclass(frozen=True)
+class ChatTemplates:
+    """The chat templates of one checkpoint. Safe to use from several threads.
+
+    Attributes:
+        sources: name -> Jinja source; the usual one is "default".
+        special_tokens: name -> text, such as "eos_token" -> "</s>"; templates can use them.
+        defaults: arguments for all conversations, unless a request sets them.
+    """
+
+    sources: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.sources)
+
+    def contain(self, text: str) -> bool:
+        """Return whether a template contains a text, such as the mark of a format."""
+        return any(text in source for source in self.sources.values())
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        continued: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+        thinking: Thinking = UNASKED,
+    ) -> str:
+        """Convert a conversation to text.
+
+        Args:
+            messages: dicts with "role", "content" and other fields that the template knows.
+            tools: functions that the model may call, in OpenAI's format.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            continued: end inside the last message, so that the model continues it.
+            arguments: more variables for the template (`chat_template_kwargs`).
+            thinking: becomes the arguments that this template takes.
+
+        Raises:
+            RequestError: there is no template, it rejects the conversation, or the arguments are
+                reserved or contradictory.
+        """
+        name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        given = arguments or {}
+        self._check_arguments(given)
+        wanted = self.thinking_arguments(thinking)
+        for key, value in wanted.items():
+            if given.get(key, value) != value:
+                raise RequestError(
+                    f"{thinking.param} and chat_template_kwargs.{key} contradict each other; give "
+                    "one of them",
+                    param=thinking.param,
+                )
+        try:
+            return self._rendered(
+                name,
+                messages,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continued,
+                **{**self.defaults, **given, **wanted},
+            )
+        except _TEMPLATE_ERRORS as error:
+            shown = "the messages, with chat_template_kwargs" if given else "the messages"
+            raise RequestError(
+                f"the model's chat template rejects {shown}: {error}",
+                param="messages",
+                code="chat_template_error",
+            ) from error
+
+    def _rendered(self, name: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), _ = render_jinja_template(
+            conversations=[list(messages)],
+            chat_template=self.sources[name],
+            **arguments | dict(self.special_tokens),
+        )
+        return str(text)
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        for name in arguments:
+            if name in _RESERVED or name in self.special_tokens:
+                raise RequestError(
+                    f"chat_template_kwargs.{name} is set by the server; leave it out",
+                    param=f"chat_template_kwargs.{name}",
+                )
+
+    def thinking_arguments(self, thinking: Thinking) -> dict[str, Any]:
+        """Return the arguments by which these templates take a request for a thought.
+
+        An effort that the template does not know becomes its nearest one. A template with only a
+        switch thinks at every effort. A template without either gets no argument: the model thinks
+        as it always does.
+
+        Raises:
+            RequestError: the thought cannot be switched off.
+        """
+        on, effort = thinking.on, thinking.effort
+        switches = [name for name in _SWITCHES if name in self.variables]
+        arguments: dict[str, Any] = {} if on is None else dict.fromkeys(switches, on)
+        if not self.efforts:
+            return arguments
+        if on is False:
+            if "none" in self.efforts:
+                arguments[_EFFORT] = "none"
+            elif not switches:
+                raise RequestError(
+                    f"{thinking.param} asks for no thought; this model has the efforts "
+                    f"{', '.join(self.efforts)}",
+                    param=thinking.param,
+                    code="unsupported_value",
+                )
+            return arguments
+        if effort is None and on and "none" in self.efforts:  # it may be the template's default
+            effort = "medium"
+        if effort is not None:
+            place = EFFORTS.index(effort)
+            steps = {each: abs(EFFORTS.index(each) - place) for each in self.efforts}
+            steps.pop("none", None)
+            if steps:
+                arguments[_EFFORT] = min(steps, key=steps.__getitem__)
+        return arguments
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the templates read and do not define themselves."""
+        trees = [_ENVIRONMENT.parse(source) for source in self.sources.values()]
+        return frozenset().union(*map(meta.find_undeclared_variables, trees))
+
+    @cached_property
+    def efforts(self) -> tuple[Effort, ...]:
+        """The values of `reasoning_effort` that the default template takes, rising.
+
+        They are low, medium, high, and others that the template mentions. A value that makes the
+        template raise an error is left out.
+        """
+        if _EFFORT not in self.variables or "default" not in self.sources:
+            return ()
+        tree = _ENVIRONMENT.parse(self.sources["default"])
+        known = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        known.update(_USUAL_EFFORTS)
+        return tuple(effort for effort in EFFORTS if effort in known and self._takes(effort))
+
+    def _takes(self, effort: Effort) -> bool:
+        greeting = {"role": "user", "content": "Hello"}
+        arguments = {**self.defaults, "add_generation_prompt": True, _EFFORT: effort}
+        try:
+            self._rendered("default", [greeting], **arguments)
+        except _TEMPLATE_ERRORS:
+            return False
+        return True
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        config: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
+        file: str | Path | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Read a checkpoint's templates.
+
+        Args:
+            path: the tokenizer's directory.
+            config: the content of tokenizer_config.json.
+            special_tokens: see the class.
+            file: a template that replaces the checkpoint's.
+            defaults: see the class.
+
+        Raises:
+            ModelError: a template is no text, or is not valid Jinja.
+            ConfigError: the file cannot be read, or an argument in `defaults` is reserved.
+        """
+        sources = _of_checkpoint(path, config) if file is None else {"default": _of_file(file)}
+        templates = cls(sources, special_tokens, defaults or {})
+        try:
+            templates._check_arguments(templates.defaults)
+        except RequestError as error:
+            raise ConfigError(f"--default-chat-template-kwargs: {error}") from None
+        return templates
+
+
+class _Generation(Extension):
+    """The tag `{% generation %}`, which marks the assistant's text for training."""
+
+    tags = {"generation"}  # noqa: RUF012  a field of jinja2's own class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_ENVIRONMENT = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])  # parses only
+
+
+def _of_file(file: str | Path) -> str:
+    try:
+        template = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template is {file}: {error}") from error
+    _check_template(template, Path(file), "default")
+    return template
+
+
+def _of_checkpoint(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates: from files, or from a key in the configuration (older).
+
+    Raises:
+        ModelError: a template is no text, or is not valid Jinja.
+    """
+    config_file = path / "tokenizer_config.json"
+    templates = config.get("chat_template") or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    elif isinstance(templates, list):
+        try:
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        except (KeyError, TypeError):
+            templates = None
+    if not isinstance(templates, dict) or not all(map(_is_text, [*templates, *templates.values()])):
+        raise ModelError(
+            f"{config_file}: chat_template must be a text, or a list of objects with the texts "
+            "name and template"
+        )
+    sources = dict.fromkeys(templates, config_file)
+    files = {"default": path / "chat_template.jinja"}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        files[file.stem] = file
+    for name, file in files.items():
+        if file.is_file():
+            templates[name], sources[name] = file.read_text(encoding="utf-8"), file
+    for name, template in templates.items():
+        _check_template(template, sources[name], name)
+    return templates
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _check_template(template: str, file: Path, name: str) -> None:
+    """Compile a chat template, without running it.
+
+    Raises:
+        ModelError: it is not valid Jinja.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    never = "{% for _ in [] %}" + template + "{% endfor %}"
+    try:
+        render_jinja_template(conversations=[[]], chat_template=never)
+    except (TemplateSyntaxError, SyntaxError) as error:  # the latter from nesting too deep
+        message = error.message if isinstance(error, TemplateSyntaxError) else error.msg
+        raise ModelError(
+            f"{file}: the chat template {name!r} is not valid Jinja, in line {error.lineno}: "
+            f"{message}"
+        ) from error

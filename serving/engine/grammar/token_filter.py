@@ -1,0 +1,121 @@
+"""Token filters: requests with `allowed_token_ids` or `bad_words`.
+
+Like a grammar matcher, a filter gives a mask of the tokens that may come next, and it can go with a
+grammar matcher. A bad word is a sequence of tokens: where the output ends with all but its last
+token, the last one is impossible. Source of this rule: vLLM's `apply_bad_words`. The same text from
+other tokens is still possible.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from weft.errors import RequestError
+from weft.models.interface import Int32
+from weft.serving.engine.grammar.matcher import Matcher, mask_of
+from weft.serving.engine.protocol import Add
+
+
+class TokenFilter:
+    """Follows a request with allowed tokens or bad words; see Matcher.
+
+    Args:
+        vocab_size: V, number of columns of the model's logits.
+        allowed: the only tokens that may occur; None allows all.
+        banned: sequences of tokens that must not occur.
+        end_token_ids: tokens that end the request.
+        min_tokens: minimum number of tokens before an end token, unless nothing else can follow.
+        matcher: the request's grammar matcher, which applies `min_tokens` itself.
+
+    Raises:
+        RequestError: no token can come first.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        allowed: Collection[int] | None,
+        banned: Collection[Sequence[int]],
+        end_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        matcher: Matcher | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        everything = range(vocab_size) if allowed is None else allowed
+        alone = [sequence[0] for sequence in banned if len(sequence) == 1]
+        self._static = mask_of(everything, vocab_size) & ~mask_of(alone, vocab_size)
+        self._before_min = self._static & ~mask_of(end_token_ids, vocab_size)
+        self._min_tokens = 0 if matcher is not None else min_tokens
+        self._matcher = matcher
+        # A sequence waits under its last token but one, which is cheap to look up.
+        self._banned: dict[int, list[Sequence[int]]] = defaultdict(list)
+        for sequence in banned:
+            if len(sequence) > 1:
+                self._banned[sequence[-2]].append(sequence)
+        self._tail = max(map(len, banned), default=1) - 1
+        self._output: list[int] = []
+        self._count = 0
+        self.mask: Int32
+        self._fill()
+
+    @property
+    def ended(self) -> bool:
+        """True if the grammar allows nothing more."""
+        return self._matcher is not None and self._matcher.ended
+
+    def advance(self, token: int) -> str | None:
+        """Accept the next token; see Matcher."""
+        self._count += 1
+        self._output = [*self._output, token][-self._tail :] if self._tail else []
+        if self._matcher is not None and (error := self._matcher.advance(token)) is not None:
+            return error
+        try:
+            if not self.ended:
+                self._fill()
+        except RequestError as error:
+            return error.message
+        return None
+
+    def _fill(self) -> None:
+        static = self._before_min if self._count < self._min_tokens else self._static
+        if not static.any():
+            static = self._static
+        mask = static if self._matcher is None else static & self._matcher.mask
+        if ends := self._banned_now():
+            mask = mask & ~mask_of(ends, self._vocab_size)
+        if not mask.any():
+            raise RequestError(
+                "allowed_token_ids and bad_words leave no token that can follow",
+                param="allowed_token_ids",
+            )
+        self.mask = mask
+
+    def _banned_now(self) -> list[int]:
+        """Return the last tokens of the sequences that are complete but for them."""
+        if not self._output:
+            return []
+        return [
+            sequence[-1]
+            for sequence in self._banned.get(self._output[-1], ())
+            if self._output[1 - len(sequence) :] == list(sequence[:-1])
+        ]
+
+
+def filtered(add: Add, vocab_size: int, matcher: Matcher | None = None) -> Matcher | None:
+    """Return a request's matcher, with its token filter if it needs one.
+
+    Raises:
+        RequestError: no token can come first.
+    """
+    params = add.params
+    if params.allowed_token_ids is None and not add.banned:
+        return matcher
+    return TokenFilter(
+        vocab_size,
+        params.allowed_token_ids,
+        add.banned,
+        add.end_token_ids,
+        params.min_tokens,
+        matcher,
+    )
