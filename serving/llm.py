@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weft.serving.config.settings import EngineConfig
     from weft.serving.engine.checks import CheckedRequest
     from weft.serving.engine.engine import AsyncEngine, Delta
+    from weft.serving.engine.generation_config import GenerationConfig
     from weft.serving.engine.protocol import EngineInfo
     from weft.serving.engine.tokenizer import Tokenizer
 
@@ -101,6 +102,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer and chat template."""
         return self._running.tokenizer
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The sampling defaults in force, for settings that SamplingParams leaves out."""
+        return self._running.generation_config
 
     @property
     def info(self) -> EngineInfo:

@@ -29,7 +29,7 @@ from weft.serving.api.state import ServerState
 from weft.serving.engine.admission import for_each
 from weft.serving.engine.metrics import Phases
 from weft.serving.engine.request_stream import Delta, joined
-from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser
@@ -144,6 +144,11 @@ class Generation:
             return _ChatReader(form, parser)
 
         return cls(state, engine, [request], params.n, priority, reader, form.visible)
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        """Values of settings that the request leaves out."""
+        return self._engine.generation_config.defaults
 
     def prompt(self, i: int) -> list[int]:
         """Return the token ids of the prompt of answer i."""

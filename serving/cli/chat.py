@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weft.errors import ConfigError, EngineError, RequestError
-from weft.serving.cli.options import TopicCommand, sampling, sampling_params, takes
+from weft.serving.cli.options import (
+    TopicCommand,
+    greedy_by_default,
+    sampling,
+    sampling_params,
+    takes,
+)
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.sources import Settings
 
@@ -44,7 +50,7 @@ def chat(settings: Settings, system: str | None, **sampling: Any) -> int:
 
     params = sampling_params(sampling)
     with LLM.of(settings.build(EngineConfig)) as llm:
-        converse(llm, params, system)
+        converse(llm, greedy_by_default(params, llm), system)
     return 0
 
 

@@ -17,23 +17,43 @@ from weft.serving.config.sources import Settings
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
 @takes(EngineConfig, ServerConfig, model=True)
 def config(settings: Settings, as_json: bool) -> int:
-    """Show the value of each setting, and where it was set.
+    """Show the value of each setting, and where it was set; also MODEL's sampling defaults.
 
     Use the same flags and variables as for `weft serve`.
 
     \b
-    weft config
+    weft config Qwen/Qwen3-0.6B
     WEFT_PORT=9000 weft config --config weft.toml --json
     """
-    settings.build(EngineConfig)
+    engine = settings.build(EngineConfig)
     settings.build(ServerConfig)
-    shown = settings.without_secrets()
+    shown = {name: asdict(value) for name, value in settings.without_secrets().items()}
+    sampling = _sampling_defaults(engine)
     if as_json:
-        print(json.dumps({name: asdict(value) for name, value in shown.items()}, indent=2))
+        print(json.dumps(shown | {"sampling_defaults": sampling}, indent=2))
+        return 0
+    _print(shown)
+    if sampling is None:
+        print(f"\nSampling defaults: {engine.model} is not on this machine yet")
     else:
-        for name, value in shown.items():
-            print(f"{name:<24} {_shown(value.value):<24} {value.source}")
+        print("\nSampling defaults, for requests that leave them out")
+        _print(sampling)
     return 0
+
+
+def _sampling_defaults(engine: EngineConfig) -> dict[str, Any] | None:
+    """Return value and source of each; None if the model has not been downloaded."""
+    from weft.serving.engine.generation_config import load_generation_config
+    from weft.serving.executor.fetch import is_here
+
+    if not is_here(engine, weights=False):
+        return None
+    return load_generation_config(engine).described()
+
+
+def _print(values: dict[str, dict[str, Any]]) -> None:
+    for name, each in values.items():
+        print(f"{name:<28} {_shown(each['value']):<24} {each['source']}")
 
 
 def _shown(value: Any) -> str:

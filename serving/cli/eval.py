@@ -146,7 +146,7 @@ def ask(llm: LLM, questions: Sequence[Question]) -> tuple[Score, list[Failure]]:
     task = questions[0].task
     completions = llm.chat(
         [question.messages for question in questions],
-        SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER),
+        SamplingParams(temperature=0.0, repetition_penalty=1.0, max_tokens=MAX_ANSWER),
         tools=[question.tools for question in questions],
         progress=task,
     )

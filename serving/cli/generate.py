@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from weft.serving.cli.chat import decode, write_answer
-from weft.serving.cli.options import TopicCommand, sampling, sampling_params, takes
+from weft.serving.cli.options import (
+    TopicCommand,
+    greedy_by_default,
+    sampling,
+    sampling_params,
+    takes,
+)
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.sources import Settings
 
@@ -49,5 +55,6 @@ def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int
     text = decode(sys.stdin.buffer.read()) if prompt == "-" else prompt
     with LLM.of(settings.build(EngineConfig)) as llm:
         chat = not raw and bool(llm.tokenizer.chat_templates)
-        write_answer(llm, [{"role": "user", "content": text}] if chat else text, params)
+        asked = [{"role": "user", "content": text}] if chat else text
+        write_answer(llm, asked, greedy_by_default(params, llm))
     return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
+import msgspec
 
 from weft.errors import ConfigError, RequestError
 from weft.serving.config import logs, vllm_names
@@ -23,6 +24,7 @@ from weft.serving.config.sources import resolve
 
 if TYPE_CHECKING:
     from weft.serving.engine.sampling_params import SamplingParams
+    from weft.serving.llm import LLM
 
 Command = Callable[..., int]
 
@@ -176,7 +178,11 @@ def sampling(function: Command) -> Command:
     for flag, kind, text in (
         ("--top-k", int, "sample among the N likeliest tokens"),
         ("--top-p", float, "sample among the likeliest tokens with this total probability"),
-        ("--temperature", float, "0 always takes the likeliest token, 1 samples  [default: 0]"),
+        (
+            "--temperature",
+            float,
+            "0 always takes the likeliest token, 1 samples  [default: the model's, else 0]",
+        ),
         ("--max-tokens", int, "maximum tokens in the answer; else the rest of the context"),
     ):
         add(flag, type=kind, metavar="N", help=text)(function)
@@ -189,7 +195,13 @@ def sampling_params(flags: dict[str, Any]) -> SamplingParams:
     from weft.serving.engine.sampling_params import SamplingParams
 
     try:
-        given = {name: value for name, value in flags.items() if value is not None}
-        return SamplingParams(**{"temperature": 0.0} | given)
+        return SamplingParams(**{name: value for name, value in flags.items() if value is not None})
     except RequestError as error:
         raise ConfigError(f"a sampling flag: {error}") from None
+
+
+def greedy_by_default(params: SamplingParams, llm: LLM) -> SamplingParams:
+    """Return the settings with temperature 0, unless they or the model have another one."""
+    if params.temperature is not None or "temperature" in llm.generation_config.named:
+        return params
+    return msgspec.structs.replace(params, temperature=0.0)

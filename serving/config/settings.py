@@ -77,6 +77,12 @@ class EngineConfig:
             '{"enable_thinking": false}; a request may override them'
         ),
     ] = None
+    generation_config: Annotated[
+        str,
+        Help(
+            "sampling defaults: model (its generation_config.json), none, or a path to such a file"
+        ),
+    ] = "model"
     backend: Annotated[
         Backend, Help("torch or jax; auto is jax where all machines have TPUs, else torch")
     ] = "auto"
@@ -373,7 +379,7 @@ class ServerConfig:
 TOPICS: dict[str, tuple[str, ...]] = {
     "Model": (
         *("model", "revision", "tokenizer", "chat_template", "default_chat_template_kwargs"),
-        *("dtype", "quantization", "compress_weights", "pooling", "seed"),
+        *("generation_config", "dtype", "quantization", "compress_weights", "pooling", "seed"),
     ),
     "Server": (*("host", "port", "served_model_name", "tool_parser", "reasoning_parser", "page"),),
     "Security": (

@@ -11,7 +11,7 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.engine.protocol import EngineInfo
-from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.sampling_params import SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from weft.models.spec.pooling import PoolingKind
@@ -23,7 +23,7 @@ class CheckedRequest:
 
     Attributes:
         prompt_token_ids: plain integers, at least one.
-        params: with `max_tokens` and `seed` filled in, and n = 1.
+        params: with `seed` and the settings of `SamplingDefaults` filled in, and n = 1.
         pooling: how the prompt's hidden states become an embedding; None generates tokens.
         banned: the sequences of tokens of `params.bad_words`.
         cache_salt: only requests with the same salt share the prefix cache.
@@ -43,6 +43,7 @@ class CheckedRequest:
 def check_request(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
+    defaults: SamplingDefaults,
     info: EngineInfo,
     draw_seed: Callable[[], int],
     encode: Callable[[str], list[int]],
@@ -53,6 +54,7 @@ def check_request(
     Args:
         prompt_token_ids: the prompt.
         params: its sampling settings; `n` is ignored.
+        defaults: values for settings that are None.
         info: sizes of the model and its KV cache.
         draw_seed: called when the request has no seed.
         encode: converts a bad word to token ids.
@@ -70,13 +72,16 @@ def check_request(
     ):
         _check_ids(param, token_ids, info.vocab_size)
     max_tokens = _room(len(ids), params, info)
+    if params.max_tokens is None and defaults.max_tokens is not None:
+        max_tokens = min(max_tokens, max(defaults.max_tokens, params.min_tokens))
     if params.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens is {params.min_tokens}; after this prompt there is room for {max_tokens}",
             param="min_tokens",
         )
     seed = draw_seed() if params.seed is None else params.seed
-    settings = msgspec.structs.replace(params, max_tokens=max_tokens, n=1, seed=seed)
+    chosen = msgspec.structs.asdict(params.chosen(defaults)) | {"max_tokens": max_tokens}
+    settings = msgspec.structs.replace(params, n=1, seed=seed, **chosen)
     banned = _banned(params, encode, info.vocab_size)
     return CheckedRequest(ids, settings, banned=banned, cache_salt=cache_salt)
 

@@ -25,6 +25,7 @@ from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.checks import CheckedRequest, check_pooled, check_request
 from weft.serving.engine.core_client import CoreClient
+from weft.serving.engine.generation_config import GenerationConfig, load_generation_config
 from weft.serving.engine.grammar.compiler import GrammarCompiler
 from weft.serving.engine.prefix_keys import pack_prompt
 from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
@@ -50,12 +51,14 @@ class AsyncEngine:
         config: the settings, as given.
         tokenizer: the model's tokenizer and chat template.
         pooling: how embeddings are made.
+        generation_config: the sampling defaults in force.
         timelines: when requests waited and ran; live requests, and the last that ended.
     """
 
     config: EngineConfig
     tokenizer: Tokenizer
     pooling: Pooling
+    generation_config: GenerationConfig
     timelines: Timelines
 
     @classmethod
@@ -105,6 +108,7 @@ class AsyncEngine:
         await self._supervisor.spawn(on_spawned)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
         self.pooling = await asyncio.to_thread(_pooling, self.config)
+        self.generation_config = await asyncio.to_thread(load_generation_config, self.config)
         await self._supervisor.load()
         self._grammars = GrammarCompiler(self.config, self.info.vocab_size)
 
@@ -200,11 +204,11 @@ class AsyncEngine:
         Args:
             prompt_token_ids: the prompt.
             params: sampling settings (`n` is ignored: n answers are n requests); or, for an
-                embedding, its pooling.
+                embedding, its pooling. Settings that are None get the model's defaults.
             cache_salt: only requests with the same salt share the prefix cache.
 
         Returns:
-            The request as `generate` takes it, with `max_tokens` and `seed` filled in.
+            The request as `generate` takes it, with all settings filled in.
 
         Raises:
             RequestError: the request cannot be served.
@@ -213,7 +217,8 @@ class AsyncEngine:
             return check_pooled(prompt_token_ids, params.kind, self.info)
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         return check_request(
-            prompt_token_ids, params, self.info, self._draw_seed, encode, cache_salt
+            *(prompt_token_ids, params, self.generation_config.defaults, self.info),
+            *(self._draw_seed, encode, cache_salt),
         )
 
     def _draw_seed(self) -> int:

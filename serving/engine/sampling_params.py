@@ -116,8 +116,27 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Values for settings that a request leaves out; without arguments, those of OpenAI's API.
+
+    Attributes: as in SamplingParams.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+
+NEUTRAL = SamplingDefaults()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling settings, with OpenAI's names and ranges where it has them.
+
+    A setting of `SamplingDefaults` that is None gets the model's default: see generation_config.py.
 
     Attributes:
         n: number of answers to the same prompt, 1 to 128.
@@ -145,11 +164,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
@@ -164,6 +183,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+
+    def chosen(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingDefaults:
+        """Return the settings of `SamplingDefaults`, with `defaults` for those that are None."""
+        values = {name: getattr(self, name) for name in SamplingDefaults.__struct_fields__}
+        given = {name: value for name, value in values.items() if value is not None}
+        return msgspec.structs.replace(defaults, **given)
 
     def answer(self, i: int) -> SamplingParams:
         """Return the settings of the i-th of `n` answers; a seed becomes the answer's own."""

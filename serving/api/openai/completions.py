@@ -25,6 +25,7 @@ from weft.serving.api.openai.requests import CompletionRequest
 from weft.serving.api.parsing.pieces import Answer
 from weft.serving.api.state import State
 from weft.serving.api.streaming import EventStream, cancel_on_disconnect, event
+from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.tokenizer import Tokenizer
 
@@ -38,7 +39,7 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     """Continue one text or several, without a chat template."""
     engine = state.ready_engine(body.model)
     generation = await Generation.of_texts(
-        state, engine, body.prompt, _params(body), body.priority or 0, body.prompt_options
+        state, engine, body.prompt, _params(body, engine), body.priority or 0, body.prompt_options
     )
     writer = _Writer(body, state.model, engine.tokenizer, generation)
     if body.stream:
@@ -47,8 +48,10 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     return Response(msgspec.json.encode(completion), media_type="application/json")
 
 
-def _params(body: CompletionRequest) -> SamplingParams:
-    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+def _params(body: CompletionRequest, engine: AsyncEngine) -> SamplingParams:
+    max_tokens = body.max_tokens
+    if max_tokens is None and engine.generation_config.defaults.max_tokens is None:
+        max_tokens = _DEFAULT_MAX_TOKENS
     if _only_echo(body):
         max_tokens = 1  # the engine's minimum; the writer omits the token
     return body.sampling_params(

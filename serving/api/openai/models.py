@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from weft.serving.api.admin.documentation import returns
-from weft.serving.api.openai.replies import Model, ModelList
+from weft.serving.api.openai.replies import Model, ModelList, SamplingDefault
 from weft.serving.api.state import ServerState, State, no_such_model
 
 router = APIRouter()
@@ -29,8 +29,8 @@ async def retrieve_model(model: str, state: State) -> Response:
 
 
 def _model(state: ServerState) -> Model:
-    return Model(
-        id=state.model,
-        created=state.created,
-        max_model_len=None if state.engine is None else state.engine.info.max_model_len,
-    )
+    if (engine := state.engine) is None:
+        return Model(state.model, state.created, None)
+    described = engine.generation_config.described()
+    defaults = {name: SamplingDefault(**each) for name, each in described.items()}
+    return Model(state.model, state.created, engine.info.max_model_len, defaults)

@@ -244,12 +244,24 @@ class ChatCompletionChunk(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class SamplingDefault(Struct):
+    """A default, and where it comes from: generation_config.json, a file's path, or "default"."""
+
+    value: float | None
+    source: str
+
+
 class Model(Struct):
-    """A model; `max_model_len` is the maximum number of tokens in prompt and answer."""
+    """A model; `max_model_len` is the maximum number of tokens in prompt and answer.
+
+    `sampling_defaults` are the values for fields that a request leaves out. Each has its source.
+    Both are null while the model loads.
+    """
 
     id: str
     created: int
     max_model_len: int | None
+    sampling_defaults: dict[str, SamplingDefault] | None = None
     object: Literal["model"] = "model"
     owned_by: str = "weft"
 

@@ -97,7 +97,7 @@ class _Writer:
         self._sequence = 0
         self._begun = False
         choice = body.tool_choice or "auto"
-        params = body.sampling_params()
+        params = body.sampling_params().chosen(generation.defaults)
         self._response = shapes.ResponseObject(
             id=new_id("resp", "_"),
             created_at=now(),

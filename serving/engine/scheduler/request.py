@@ -143,14 +143,17 @@ class Request:
         """Return the runner's sampling settings for this request."""
         p = self.params
         assert p.seed is not None, "the API process fills the seed in"
-        history = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        chosen = p.chosen()
+        history = (
+            chosen.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        )
         return SlotSampling(
             slot=self.slot,
-            temperature=p.temperature if p.top_p > 0 else 0.0,
-            top_k=max(0, p.top_k),
-            top_p=p.top_p or 1.0,
-            min_p=p.min_p,
-            repetition_penalty=p.repetition_penalty,
+            temperature=chosen.temperature if chosen.top_p > 0 else 0.0,
+            top_k=max(0, chosen.top_k),
+            top_p=chosen.top_p or 1.0,
+            min_p=chosen.min_p,
+            repetition_penalty=chosen.repetition_penalty,
             presence_penalty=p.presence_penalty,
             frequency_penalty=p.frequency_penalty,
             seed=p.seed,

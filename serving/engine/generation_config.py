@@ -1,0 +1,91 @@
+"""Sampling defaults that a checkpoint brings along, in generation_config.json.
+
+Sources: `GenerationConfig` of transformers, and vLLM's `--generation-config`, which reads the same
+fields. `do_sample` is not read, as in vLLM: temperature 0 is greedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.errors import ConfigError, ModelError, RequestError
+from weft.models.checkpoint.locate import find, read_json
+from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
+
+FILE = "generation_config.json"
+FIELDS = {name: name for name in SamplingDefaults.__struct_fields__} | {
+    "max_tokens": "max_new_tokens"
+}
+"""Setting -> its field in the file."""
+
+_VLLM_NAMES = {"auto": "model", "vllm": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """The sampling defaults in force.
+
+    Attributes:
+        defaults: a value for each setting.
+        source: the file that `named` settings come from; None without a file.
+        named: settings that the file has.
+    """
+
+    defaults: SamplingDefaults = NEUTRAL
+    source: str | None = None
+    named: frozenset[str] = field(default_factory=frozenset)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return value and source of each setting, for people."""
+        return {
+            name: {
+                "value": getattr(self.defaults, name),
+                "source": self.source if name in self.named else "default",
+            }
+            for name in SamplingDefaults.__struct_fields__
+        }
+
+
+def load_generation_config(config: EngineConfig) -> GenerationConfig:
+    """Read the sampling defaults that `--generation-config` names.
+
+    Raises:
+        ConfigError: the named file does not exist.
+        ModelError: a value in the file is not allowed.
+    """
+    choice = _VLLM_NAMES.get(config.generation_config, config.generation_config)
+    if choice == "none":
+        return GenerationConfig()
+    if choice == "model":
+        path, source = find(config.model, config.revision) / FILE, FILE
+        if not path.is_file():
+            return GenerationConfig()
+    else:
+        path = Path(choice).expanduser()
+        path = path / FILE if path.is_dir() else path
+        source = str(path)
+        if not path.is_file():
+            raise ConfigError(
+                f"--generation-config is {choice}; it must be model, none, or a file or directory "
+                f"with {FILE}"
+            )
+    content = read_json(path)
+    named = {name: content[key] for name, key in FIELDS.items() if content.get(key) is not None}
+    try:
+        defaults = msgspec.convert(named, SamplingDefaults)
+        SamplingParams(**msgspec.structs.asdict(defaults))
+    except (msgspec.ValidationError, RequestError) as error:  # a wrong type, or out of range
+        raise ModelError(
+            f"{path}: {_in_file(str(error))}; --generation-config none ignores the file"
+        ) from None
+    return GenerationConfig(defaults, source, frozenset(named))
+
+
+def _in_file(message: str) -> str:
+    """Name the field as in the file."""
+    return message.replace("max_tokens", FIELDS["max_tokens"])

@@ -1,0 +1,156 @@
+"""Sampling defaults of a checkpoint: read, refused, and in force everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.checkpoints import make_checkpoint
+from support.server import start_server
+
+from weft import LLM, SamplingParams
+from weft.errors import ConfigError, ModelError
+from weft.serving.cli.options import greedy_by_default
+from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.generation_config import load_generation_config
+from weft.serving.engine.sampling_params import NEUTRAL, SamplingDefaults
+
+VALUES = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
+VALUES |= {"repetition_penalty": 1.05, "max_new_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+    write(path, {"do_sample": True, "top_k": 1, "max_new_tokens": 5})
+    return path
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    (path / "generation_config.json").write_text(json.dumps(content))
+
+
+def load(path: Path, choice: str = "model") -> SamplingDefaults:
+    return load_generation_config(EngineConfig(str(path), generation_config=choice)).defaults
+
+
+def test_fields_of_the_file(tmp_path: Path) -> None:
+    assert load(tmp_path) == NEUTRAL
+    write(tmp_path, {"eos_token_id": 2, "temperature": None, "top_k": 50})
+    found = load_generation_config(EngineConfig(str(tmp_path)))
+    assert found.defaults == SamplingDefaults(top_k=50)
+    assert found.described()["top_k"] == {"value": 50, "source": "generation_config.json"}
+    assert found.described()["temperature"] == {"value": 1.0, "source": "default"}
+    write(tmp_path, VALUES)
+    expected = SamplingDefaults(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.05, max_tokens=5
+    )
+    assert load(tmp_path) == load(tmp_path, "auto") == expected
+    assert load(tmp_path, "none") == load(tmp_path, "vllm") == NEUTRAL
+
+
+def test_another_file(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    write(tmp_path, {"top_k": 1})
+    write(other, {"top_k": 2})
+    file = other / "generation_config.json"
+    assert load(tmp_path, str(other)).top_k == load(tmp_path, str(file)).top_k == 2
+    missing = str(tmp_path / "nope")
+    with pytest.raises(ConfigError, match=f"--generation-config is {missing}; it must be model"):
+        load(tmp_path, missing)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 3}, "top_p is 3"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"top_k": 1.5}, "top_k"),
+    ],
+)
+def test_a_wrong_value_names_the_file_and_the_field(
+    tmp_path: Path, content: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, content)
+    with pytest.raises(ModelError) as error:
+        load(tmp_path)
+    assert str(tmp_path / "generation_config.json") in str(error.value)
+    assert message in str(error.value)
+    assert str(error.value).endswith("; --generation-config none ignores the file")
+
+
+def test_a_request_s_own_value_comes_first() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_k=20)
+    assert SamplingParams().chosen(defaults) == defaults
+    assert SamplingParams(top_k=0).chosen(defaults) == SamplingDefaults(temperature=0.6)
+    assert SamplingParams(temperature=1.0).chosen(defaults).temperature == 1.0
+
+
+def test_the_python_class_uses_them(checkpoint: Path) -> None:
+    with LLM(checkpoint, threads=1) as llm:
+        first, second = llm.generate(
+            ["one two"] * 2, [SamplingParams(seed=1), SamplingParams(seed=2)]
+        )
+        assert first.text == second.text  # top_k 1 is greedy
+        assert len(first.token_ids) == 5
+        (long,) = llm.generate("one two", SamplingParams(max_tokens=9, ignore_eos=True))
+        assert len(long.token_ids) == 9
+        (least,) = llm.generate("one two", SamplingParams(min_tokens=7, ignore_eos=True))
+        assert len(least.token_ids) == 7
+        free = [SamplingParams(seed=seed, top_k=0, temperature=2.0) for seed in (1, 2)]
+        first, second = llm.generate(["one two"] * 2, free)
+        assert first.text != second.text
+        assert greedy_by_default(SamplingParams(), llm).temperature == 0.0
+    write(checkpoint, {"top_k": 1, "max_new_tokens": 5, "temperature": 0.5})
+    try:
+        with LLM(checkpoint, threads=1) as llm:
+            assert greedy_by_default(SamplingParams(), llm).temperature is None
+    finally:
+        write(checkpoint, {"do_sample": True, "top_k": 1, "max_new_tokens": 5})
+    with LLM(checkpoint, threads=1, generation_config="none", max_model_len=32) as llm:
+        (whole,) = llm.generate("one two", SamplingParams(ignore_eos=True))
+        assert len(whole.token_ids) > 5
+
+
+def texts(http: httpx.Client, url: str, body: dict[str, Any]) -> set[str]:
+    """Return the different answers of three tries; each draws its own seed."""
+    found = set()
+    for _ in range(3):
+        answer = http.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        found.add(json.dumps(answer.json().get("choices") or answer.json().get("content")))
+    return found
+
+
+def test_each_route_uses_them_and_the_model_shows_them(checkpoint: Path, tmp_path: Path) -> None:
+    with start_server(checkpoint, tmp_path) as server:
+        model = server.http.get(f"/v1/models/{server.model}").json()
+        assert model["sampling_defaults"]["top_k"] == {
+            "value": 1,
+            "source": "generation_config.json",
+        }
+        assert model["sampling_defaults"]["temperature"] == {"value": 1.0, "source": "default"}
+        messages = [{"role": "user", "content": "one two"}]
+        for url, prompt in (
+            ("/v1/completions", {"prompt": "one two"}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 4}),
+        ):
+            assert len(texts(server.http, url, {"model": server.model} | prompt)) == 1
+        answer = server.http.post(
+            "/v1/completions", json={"model": server.model, "prompt": "one two"}
+        ).json()
+        assert answer["usage"]["completion_tokens"] <= 5
+        response = server.http.post(
+            "/v1/responses", json={"model": server.model, "input": "one two"}
+        ).json()
+        assert (response["temperature"], response["top_p"]) == (1.0, 1.0)
+    with start_server(checkpoint, tmp_path, generation_config="none") as server:
+        body = {"model": server.model, "prompt": "one two", "max_tokens": 5}
+        assert len(texts(server.http, "/v1/completions", body)) == 3
