@@ -132,10 +132,10 @@ class Generation:
             return prompt, engine.validate(ids, _with_grammar(params, conversation, form, prompt))
 
         prompt, request = await asyncio.to_thread(prepare)
-        names = [tool.name for tool in conversation.offered]
+        tools = {tool.name: tool.parameters or _NO_PARAMETERS for tool in conversation.offered}
 
         def reader() -> _ChatReader:
-            return _ChatReader(form, form.parser(prompt, names, parallel=conversation.parallel))
+            return _ChatReader(form, form.parser(prompt, tools, parallel=conversation.parallel))
 
         return cls(state, engine, [request], params.n, priority, reader, form.visible)
 
@@ -320,6 +320,8 @@ def _with_grammar(
         form.tokenizer.mark_tokens,
     )
     grammar = params.grammar
+    if grammar is not None:
+        grammar = form.in_answer(grammar)
     if isinstance(choice, FunctionName) or choice == "required":
         if grammar is not None:
             raise RequestError(

@@ -63,6 +63,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         param: the field of the request, for error messages.
         before: an earlier part of the output, such as a thought: JSON of a structural tag's format.
         instead: an alternative output, such as tool calls: JSON of a structural tag's format.
+        header: text before the constrained output, but not before `instead`; in the same form.
     """
 
     kind: GrammarKind
@@ -70,6 +71,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     param: str = "grammar"
     before: str = ""
     instead: str = ""
+    header: str = ""
 
     def __post_init__(self) -> None:
         if (self.kind == "json_object") != (not self.text):
