@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.api.openai.requests import Function, FunctionName, Message, ToolMode
-from weft.serving.api.parsing.reasoning import within_thought
+from weft.serving.api.parsing.formats import within_thought
 from weft.serving.engine.chat_templates import UNASKED, Thinking
 from weft.serving.engine.tokenizer import Tokenizer
 
@@ -123,7 +123,7 @@ def text_of(message: Message) -> str:
 
 
 def _knows_developer(tokenizer: Tokenizer) -> bool:
-    return tokenizer.chat_templates.contain("developer")
+    return "developer" in tokenizer.chat_templates.text
 
 
 def _object(arguments: str) -> Any:

@@ -135,11 +135,11 @@ class Generation:
             return prompt, engine.validate(ids, constrained, options.cache_salt)
 
         prompt, request = await asyncio.to_thread(prepare)
-        names = [tool.name for tool in conversation.offered]
+        tools = {tool.name: tool.parameters or _NO_PARAMETERS for tool in conversation.offered}
 
         def reader() -> _ChatReader:
             parser = form.parser(
-                prompt, names, parallel=conversation.parallel, continued=conversation.continued_text
+                prompt, tools, parallel=conversation.parallel, continued=conversation.continued_text
             )
             return _ChatReader(form, parser)
 
@@ -337,6 +337,8 @@ def _with_grammar(
         form.tokenizer.mark_tokens,
     )
     grammar = params.grammar
+    if grammar is not None:
+        grammar = form.in_answer(grammar)
     if isinstance(choice, FunctionName) or choice == "required":
         if grammar is not None:
             raise RequestError(

@@ -24,6 +24,27 @@ Device = Literal["auto", "cpu", "cuda", "tpu"]
 Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
 PoolingChoice = Literal["auto", "mean", "last"]
+ToolParser = Literal[
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "functiongemma",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_pythonic",
+    "minimax_m2",
+    "mistral",
+    "openai",
+    "pythonic",
+    "qwen3_coder",
+]
+ReasoningParser = Literal["auto", "none", "gemma4", "mistral", "openai_gptoss", "think"]
 MAX_RANKS = 64
 """Maximum ranks per engine, on all its machines together."""
 
@@ -297,11 +318,11 @@ class ServerConfig:
         str | None, Help("model name in the API; else the last part of its path")
     ] = None
     tool_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"],
+        ToolParser,
         Help("how the model writes tool calls; auto detects it from the chat template"),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral"],
+        ReasoningParser,
         Help("how the model marks its reasoning; auto detects it from the chat template"),
     ] = "auto"
     drain_timeout: Annotated[

@@ -90,9 +90,10 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self.sources)
 
-    def contain(self, text: str) -> bool:
-        """Return whether a template contains a text, such as the mark of a format."""
-        return any(text in source for source in self.sources.values())
+    @property
+    def text(self) -> str:
+        """The sources of all templates, to look for the marks of a format."""
+        return "".join(self.sources.values())
 
     def render(
         self,

@@ -65,6 +65,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         param: the field of the request, for error messages.
         before: an earlier part of the output, such as a thought: JSON of a structural tag's format.
         instead: an alternative output, such as tool calls: JSON of a structural tag's format.
+        header: text before the constrained output, but not before `instead`; in the same form.
     """
 
     kind: GrammarKind
@@ -72,6 +73,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     param: str = "grammar"
     before: str = ""
     instead: str = ""
+    header: str = ""
 
     def __post_init__(self) -> None:
         if (self.kind == "json_object") != (not self.text):
@@ -185,7 +187,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: Grammar | None = None
 
     def chosen(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingDefaults:
-        """Return the settings of `SamplingDefaults`, with `defaults` for those that are None."""
+        """Return the settings of `SamplingDefaults`, with `defaults` where they are None."""
         values = {name: getattr(self, name) for name in SamplingDefaults.__struct_fields__}
         given = {name: value for name, value in values.items() if value is not None}
         return msgspec.structs.replace(defaults, **given)

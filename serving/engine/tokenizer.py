@@ -53,7 +53,17 @@ _CHARACTERS = 16  # characters checked for each allowed token: four times the us
 MARKS = frozenset(
     {
         *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        *("<think>", "</think>", "[THINK]", "[/THINK]"),
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+        *("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+        *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜"),
+        *("<minimax:tool_call>", "</minimax:tool_call>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        *("<|tool_call>", "<tool_call|>", '<|"|>', "<|python_start|>", "<|python_end|>"),
+        *("<start_function_call>", "<end_function_call>", "<escape>"),
+        *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>", "<channel|>"),
+        *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
+        *("<|call|>", "<|return|>"),
     }
 )
 """Texts around tool calls and thoughts in the formats that api/parsing reads."""
@@ -82,8 +92,9 @@ class Tokenizer:
 
     @cached_property
     def mark_tokens(self) -> dict[str, int]:
-        """Special tokens around tool calls and thoughts: text -> token id."""
-        special = {self.backend.id_to_token(token): token for token in self.special_token_ids}
+        """Special tokens around tool calls and thoughts, without end tokens: text -> token id."""
+        inner = self.special_token_ids - set(self.eos_token_ids)
+        special = {self.backend.id_to_token(token): token for token in inner}
         return {text: token for text, token in special.items() if text in MARKS}
 
     @classmethod

@@ -9,28 +9,27 @@ The result does not depend on where the text is cut: the pieces always join to t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from weft.serving.api.parsing.pieces import Content, Piece, merged
-from weft.serving.api.parsing.reasoning import (
+from weft.serving.api.parsing.call_readers import Tools
+from weft.serving.api.parsing.formats import (
     REASONING_FORMATS,
+    TOOL_FORMATS,
     ReasoningFormat,
-    ReasoningParser,
+    ToolFormat,
+    reasoning_format_in,
+    tool_format_in,
 )
-from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser, ToolFormat
-from weft.serving.api.parsing.tool_grammar import after_thought
+from weft.serving.api.parsing.harmony import HarmonyParser
+from weft.serving.api.parsing.pieces import Content, Piece, merged
+from weft.serving.api.parsing.reasoning import ReasoningParser
+from weft.serving.api.parsing.tool_calls import ToolCallParser
+from weft.serving.api.parsing.tool_grammar import after_thought, final_answer
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.tokenizer import Tokenizer
-
-# A format for calls, a text in the templates that use it, and a text that excludes it.
-_TOOL_SIGNS = (
-    ("mistral", "[TOOL_CALLS]", None),
-    ("hermes", "<tool_call>", "<function="),
-    ("pythonic", "[func_name1(", None),
-    ("llama3_json", '"parameters": dictionary', None),
-)
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,11 @@ class AnswerFormat:
             tools: "auto", "none", or a name in TOOL_FORMATS.
             reasoning: "auto", "none", or a name in REASONING_FORMATS.
         """
-        templates = tokenizer.chat_templates
+        templates = tokenizer.chat_templates.text
         if tools == "auto":
-            signs = (
-                name
-                for name, sign, other in _TOOL_SIGNS
-                if templates.contain(sign) and (other is None or not templates.contain(other))
-            )
-            tools = next(signs, "none")
+            tools = tool_format_in(templates)
         if reasoning == "auto":
-            forms = REASONING_FORMATS.items()
-            reasoning = next(
-                (name for name, form in forms if templates.contain(form.close)), "none"
-            )
+            reasoning = reasoning_format_in(templates)
         return cls(
             tokenizer,
             None if tools == "none" else tools,
@@ -77,17 +68,25 @@ class AnswerFormat:
 
     @cached_property
     def end_of_reasoning(self) -> int | None:
-        """The token that ends a thought, if the mark is a token."""
+        """The token that ends the only thought, if the mark is a token."""
         form = self._reasoning_format
-        return None if form is None else self.tokenizer.backend.token_to_id(form.close)
+        if form is None or form.channels:
+            return None
+        token: int | None = self.tokenizer.backend.token_to_id(form.close)
+        return token
 
     @cached_property
     def visible(self) -> frozenset[int]:
         """The special tokens among the formats' marks; the parser needs their text."""
-        marks = _marks(self._tool_format, self._reasoning_format)
+        formats = (self._tool_format, self._reasoning_format)
+        marks = {mark for form in formats if form is not None for mark in form.marks}
         return frozenset(
             token for text, token in self.tokenizer.mark_tokens.items() if text in marks
         )
+
+    def in_answer(self, grammar: Grammar) -> Grammar:
+        """Extend a request's grammar by the text that the format requires before an answer."""
+        return final_answer(grammar, self.tokenizer.mark_tokens) if self._channels else grammar
 
     def after_thought(self, grammar: Grammar, prompt: str, continued: str | None = None) -> Grammar:
         """Extend a grammar for an answer that may begin with a thought; args as `parser`."""
@@ -109,7 +108,7 @@ class AnswerFormat:
     def parser(
         self,
         prompt: str,
-        tool_names: Collection[str] = (),
+        tools: Tools | None = None,
         *,
         parallel: bool = True,
         continued: str | None = None,
@@ -118,20 +117,26 @@ class AnswerFormat:
 
         Args:
             prompt: the prompt as the model sees it; it may end within or after a thought.
-            tool_names: functions for the model; without functions, calls are content.
+            tools: functions for the model, with the schemas of their arguments; without functions,
+                calls are content.
             parallel: accept several calls; else only the first call is kept.
             continued: the assistant's text that the answer continues.
         """
-        reasoning, tools = self._reasoning_format, self._tool_format
-        place = "after" if reasoning is None else reasoning.place(prompt, continued)
-        return AnswerParser(
-            None
-            if reasoning is None or place == "after"
-            else ReasoningParser(reasoning, opened=place == "within"),
-            None
-            if tools is None or not tool_names
-            else ToolCallParser(tools, tool_names, parallel=parallel),
-        )
+        thoughts, calls = self._reasoning_format, self._tool_format if tools else None
+        stages: list[Stage] = []
+        if self._channels:
+            offered = tools if calls is not None and calls.syntax == "harmony" else None
+            channels = thoughts is not None and thoughts.channels
+            stages.append(
+                HarmonyParser(prompt, offered or {}, thoughts=channels, parallel=parallel)
+            )
+        place = "after" if thoughts is None else thoughts.place(prompt, continued)
+        if thoughts is not None and not thoughts.channels and place != "after":
+            call = calls.mark if calls is not None and calls.ends_thought else ""
+            stages.append(ReasoningParser(thoughts, opened=place == "within", call=call))
+        if calls is not None and tools and calls.syntax != "harmony":
+            stages.append(ToolCallParser(calls, tools, parallel=parallel))
+        return AnswerParser(stages)
 
     @property
     def _tool_format(self) -> ToolFormat | None:
@@ -141,44 +146,56 @@ class AnswerFormat:
     def _reasoning_format(self) -> ReasoningFormat | None:
         return None if self.reasoning is None else REASONING_FORMATS[self.reasoning]
 
+    @property
+    def _channels(self) -> bool:
+        """True if one of the formats is harmony's, so that answers are messages in channels."""
+        tools, thoughts = self._tool_format, self._reasoning_format
+        in_calls = tools is not None and tools.syntax == "harmony"
+        return in_calls or (thoughts is not None and thoughts.channels)
 
-def _marks(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> set[str | None]:
-    marks: set[str | None] = set()
-    if tools is not None:
-        marks |= {tools.open, tools.close, *tools.more_marks}
-    if reasoning is not None:
-        marks |= {reasoning.open, reasoning.close}
-    return marks
+
+class Stage(Protocol):
+    """Splits a text into pieces; the next stage takes the content.
+
+    Attributes:
+        begun: the text has a thought.
+    """
+
+    begun: bool
+
+    def push(self, text: str) -> list[Piece]:
+        """Take more text; returns the pieces that are certain."""
+
+    def flush(self) -> list[Piece]:
+        """End the text; returns the pieces that were held back."""
 
 
 class AnswerParser:
-    """Splits one answer: first thought and rest, then the rest into content and calls."""
+    """Splits one answer: each stage splits what the one before leaves as content."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolCallParser | None) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
 
     @property
     def has_reasoning(self) -> bool:
         """True if the answer, so far, begins with a thought."""
-        return self._reasoning is not None and self._reasoning.begun
+        return any(stage.begun for stage in self._stages)
 
     def push(self, text: str) -> list[Piece]:
         """Take more text; returns the pieces that are certain."""
-        if self._reasoning is None:
-            return merged(self._without_calls([Content(text)]))
-        return merged(self._without_calls(self._reasoning.push(text)))
+        return merged(self._through([Content(text)], self._stages))
 
     def flush(self) -> list[Piece]:
         """End the answer, once, after the last push; returns the pieces that were held back."""
-        pieces = [] if self._reasoning is None else self._reasoning.flush()
-        pieces = self._without_calls(pieces)
-        return merged(pieces if self._tools is None else [*pieces, *self._tools.flush()])
+        pieces: list[Piece] = []
+        for stage in self._stages:
+            pieces = [*self._through(pieces, [stage]), *stage.flush()]
+        return merged(pieces)
 
-    def _without_calls(self, pieces: list[Piece]) -> list[Piece]:
-        if self._tools is None:
-            return pieces
-        found: list[Piece] = []
-        for piece in pieces:
-            found += self._tools.push(piece.text) if isinstance(piece, Content) else [piece]
-        return found
+    def _through(self, pieces: list[Piece], stages: Sequence[Stage]) -> list[Piece]:
+        for stage in stages:
+            found: list[Piece] = []
+            for piece in pieces:
+                found += stage.push(piece.text) if isinstance(piece, Content) else [piece]
+            pieces = found
+        return pieces

@@ -103,18 +103,29 @@ def merged(pieces: list[Piece]) -> list[Piece]:
     return found
 
 
-def split_at(text: str, mark: str) -> tuple[str, str, str | None]:
+def split_at(text: str, mark: str, other: str = "") -> tuple[str, str, str | None]:
     """Look for a mark in a growing text, which may end with only the mark's beginning.
+
+    Args:
+        text: the text.
+        mark: the mark.
+        other: another mark that ends the text before, and stays in the text after; empty for none.
 
     Returns:
         The text before the mark, the whitespace between that text and the mark, and the text after
         the mark. If the mark is missing, the third is None, and the second is the end of the text
         that must wait for more: whitespace, and a possible beginning of the mark.
     """
-    at = text.find(mark)
-    if at >= 0:
+    places = [(text.find(mark), len(mark)), (text.find(other) if other else -1, 0)]
+    if found := [place for place in places if place[0] >= 0]:
+        at, size = min(found)
         before = text[:at].rstrip()
-        return before, text[len(before) : at], text[at + len(mark) :]
-    begun = max((k for k in range(len(mark)) if text.endswith(mark[:k])), default=0)
+        return before, text[len(before) : at], text[at + size :]
+    begun = max(overlap(text, mark), overlap(text, other))
     before = text[: len(text) - begun].rstrip()
     return before, text[len(before) :], None
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text begin a mark."""
+    return next((k for k in range(len(mark) - 1, 0, -1) if text.endswith(mark[:k])), 0)

@@ -1,73 +1,34 @@
 """Separates a model's thought from its answer: `<think>...</think>` at the start of the output.
 
-A chat template may write the opening mark at the end of the prompt; the output then begins within
-the thought. Whitespace beside the marks belongs to neither text. A thought without an end is the
-whole output. Later marks are text.
+A chat template may write the opening text at the end of the prompt; the output then begins within
+the thought. Whitespace beside the texts belongs to neither. A thought without an end is the whole
+output. In some families a call also ends a thought. Later marks are text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
+from weft.serving.api.parsing.formats import ReasoningFormat
 from weft.serving.api.parsing.pieces import Content, Piece, Reasoning, split_at
-
-Place = Literal["before", "within", "after"]
-
-
-@dataclass(frozen=True)
-class ReasoningFormat:
-    """The marks around a thought."""
-
-    open: str
-    close: str
-
-    def opened_by(self, prompt: str) -> bool:
-        """Return whether the prompt ends with the opening mark, so within a thought."""
-        return prompt.rstrip().endswith(self.open)
-
-    def place(self, prompt: str, continued: str | None = None) -> Place:
-        """Return where an answer begins: before a thought, within it, or after it.
-
-        Args:
-            prompt: the prompt as the model sees it. It has the whole thought if a template
-                switches thinking off by an empty thought.
-            continued: the assistant's text that the answer continues, at the prompt's end.
-        """
-        if continued is not None:
-            opened = continued.rfind(self.open) > continued.rfind(self.close)
-            return "within" if opened else "after"
-        if self.opened_by(prompt):
-            return "within"
-        return "after" if prompt.rstrip().endswith(self.close) else "before"
-
-
-REASONING_FORMATS = {
-    "think": ReasoningFormat("<think>", "</think>"),
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-}
-
-
-def within_thought(prompt: str) -> bool:
-    """Return whether the prompt ends with the opening mark of any format."""
-    return any(form.opened_by(prompt) for form in REASONING_FORMATS.values())
 
 
 class ReasoningParser:
     """Splits an output into thought and content.
 
     Args:
-        form: the marks.
+        form: the format.
         opened: the prompt ends within the thought.
+        call: a mark that opens calls and ends a thought; empty if only the format's text does.
 
     Attributes:
         begun: the output has a thought.
     """
 
-    def __init__(self, form: ReasoningFormat, *, opened: bool) -> None:
+    def __init__(self, form: ReasoningFormat, *, opened: bool, call: str = "") -> None:
         self.begun = opened
         self._form = form
+        self._call = call
         self._wait = ""
         self._push: Callable[[str], list[Piece]] = self._thought if opened else self._start
         self._trim = opened  # drop whitespace until the next text
@@ -98,7 +59,8 @@ class ReasoningParser:
         return self._thought(seen[len(mark) :])
 
     def _thought(self, text: str) -> list[Piece]:
-        before, self._wait, after = split_at(self._trimmed(self._wait + text), self._form.close)
+        text = self._trimmed(self._wait + text)
+        before, self._wait, after = split_at(text, self._form.close, self._call)
         if after is None:
             return [Reasoning(before)]
         self._wait = ""

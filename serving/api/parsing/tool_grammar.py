@@ -1,8 +1,7 @@
 """Grammars that constrain an answer to well-formed tool calls.
 
-Each is a structural tag for xgrammar: the format's own marks, and the schema of the tool's
-parameters between them. `ToolCallParser` therefore finds the calls in the answer. If a mark is a
-special token, the grammar requires that token, because no model writes the mark as plain text.
+Each is a structural tag for xgrammar: the format's own texts, and the schema of the tool's
+parameters between them. The parsers therefore find the calls in the answer.
 """
 
 from __future__ import annotations
@@ -15,10 +14,24 @@ from typing import Any
 import msgspec
 
 from weft.errors import RequestError
-from weft.serving.api.parsing.reasoning import ReasoningFormat
+from weft.serving.api.parsing.formats import (
+    HARMONY_FINAL,
+    HARMONY_NEXT,
+    TOOL_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+)
+from weft.serving.api.parsing.grammar_parts import (
+    Format,
+    either,
+    literal,
+    optional,
+    regex,
+    sequence,
+    star,
+)
+from weft.serving.api.parsing.schema_grammar import Arguments
 from weft.serving.engine.sampling_params import Grammar
-
-Format = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,36 +47,6 @@ class Offered:
     schema: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Form:
-    """A list of calls in one format, as texts and marks; %s in `begin` stands for the name."""
-
-    begin: tuple[str, ...]
-    end: tuple[str, ...]
-    separator: str
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-
-
-_FORMS = {
-    "hermes": _Form(
-        ("<tool_call>", '\n{"name": "%s", "arguments": '), ("}\n", "</tool_call>"), "\n"
-    ),
-    "llama3_json": _Form(('{"name": "%s", "parameters": ',), ("}",), "; "),
-    "mistral": _Form(
-        ('{"name": "%s", "arguments": ',), ("}",), ", ", ("[TOOL_CALLS]", "["), ("]",)
-    ),
-}
-
-
-# The mark before calls, and whether calls without the mark may begin an answer.
-_MARKS = {
-    "hermes": ("<tool_call>", False),
-    "llama3_json": ("<|python_tag|>", True),
-    "mistral": ("[TOOL_CALLS]", False),
-}
-
-
 def calls_only(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
@@ -76,16 +59,10 @@ def calls_only(
         tokens: special tokens that are marks, by their texts.
 
     Raises:
-        RequestError: this format has no grammar.
+        RequestError: the format is unknown, or cannot enforce a tool's schema.
     """
-    if form not in _FORMS:
-        raise RequestError(
-            "tool_choice requires a call, but this model's format for calls is unknown; "
-            f"start the server with --tool-parser {', '.join(_FORMS)}",
-            param="tool_choice",
-            code="unsupported_value",
-        )
-    return Grammar("structural_tag", _tag(_calls(_FORMS[form], tools, several, tokens)), "tools")
+    known = _known(form, tokens, "tool_choice requires a call", "tool_choice")
+    return Grammar("structural_tag", _tag(_Calls(known, tokens).several(tools, several)), "tools")
 
 
 def or_calls(
@@ -96,50 +73,18 @@ def or_calls(
     several: bool,
     tokens: Mapping[str, int],
 ) -> Grammar:
-    """Extend a grammar, so that the answer may also be calls; arguments as in `calls_only`.
-
-    Raises:
-        RequestError: this format has no grammar.
-    """
-    if form not in _FORMS:
-        raise RequestError(
-            f"{grammar.param} constrains the answer, so the model could never call a tool; to "
-            f"combine both, start the server with --tool-parser {', '.join(_FORMS)}",
-            param=grammar.param,
-            code="unsupported_value",
-        )
-    calls = json.dumps(_calls(_FORMS[form], tools, several, tokens))
+    """Extend a grammar, so that the answer may also be calls; as `calls_only`."""
+    known = _known(form, tokens, f"{grammar.param} constrains the answer", grammar.param)
+    calls = json.dumps(_Calls(known, tokens).several(tools, several))
     return msgspec.structs.replace(grammar, instead=calls)
 
 
 def strict_calls(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
-    """Return a grammar for a free answer, whose calls match the tools' schemas.
-
-    The arguments are as in `calls_only`.
-
-    Raises:
-        RequestError: this format has no grammar.
-    """
-    if form not in _FORMS:
-        raise RequestError(
-            "a tool is strict, but this model's format for calls has no grammar: remove strict, or "
-            f"start the server with --tool-parser {', '.join(_FORMS)}",
-            param="tools",
-            code="unsupported_value",
-        )
-    written = _FORMS[form]
-    mark, at_start = _MARKS[form]
-    text = {"type": "any_text", "excludes": [mark]}
-    if at_start:  # either the whole answer is calls, or it must not begin like a call
-        other = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
-        calls = _calls(written, tools, several, tokens)
-        free = {"type": "or", "elements": [calls, {"type": "optional", "content": other}]}
-    else:
-        calls = _calls(written, tools, several and bool(written.before), tokens)
-        times = "star" if several else "optional"
-        free = _sequence(text, {"type": times, "content": _sequence(calls, text)})
+    """Return a grammar for a free answer, whose calls match the tools' schemas; as `calls_only`."""
+    known = _known(form, tokens, "a tool is strict", "tools")
+    free = _Calls(known, tokens).among_text(tools, several)
     return Grammar("structural_tag", _tag(free), "tools")
 
 
@@ -150,64 +95,125 @@ def after_thought(
 
     Args:
         grammar: constrains the answer without its thought.
-        form: the marks around the thought.
+        form: the format for thoughts.
         tokens: special tokens that are marks, by their texts.
         opened: the prompt ends within the thought; else the thought is optional.
     """
-    thought: Format = {
-        "type": "tag",
-        "begin": "" if opened else _mark_or_text(form.open, tokens),
-        "content": {"type": "any_text"},
-        "end": _mark_or_text(form.close, tokens),
-    }
-    before = _sequence(thought, {"type": "regex", "pattern": "\\n{0,2}"})
-    if not opened:
-        before = {"type": "optional", "content": before}
+    thought = _until(form.close, tokens)
+    if form.channels:
+        more = star(sequence(literal(form.open, tokens), thought))
+        before = sequence(thought, more) if opened else more
+    else:
+        before = sequence(thought, regex("\\n{0,2}"))
+        if not opened:
+            before = optional(sequence(literal(form.open, tokens), before))
     return msgspec.structs.replace(grammar, before=json.dumps(before))
 
 
-def _calls(
-    form: _Form, tools: Sequence[Offered], several: bool, tokens: Mapping[str, int]
-) -> Format:
-    """Return the format for one call to any tool, or for several calls."""
-    call = _any_call(form, tools, tokens)
-    more = {"type": "star", "content": _sequence(_text(form.separator), call)}
-    return _sequence(
-        *(_mark(text, tokens) for text in form.before),
-        call,
-        *([more] if several else ()),
-        *(_mark(text, tokens) for text in form.after),
-    )
+def final_answer(grammar: Grammar, tokens: Mapping[str, int]) -> Grammar:
+    """Extend a grammar for the content of an answer by harmony's header for such content."""
+    return msgspec.structs.replace(grammar, header=json.dumps(literal(HARMONY_FINAL, tokens)))
 
 
-def _any_call(form: _Form, tools: Sequence[Offered], tokens: Mapping[str, int]) -> Format:
-    """Return the format for one call to any tool."""
-    calls = [
-        _sequence(
-            *(_mark(text.replace("%s", tool.name), tokens) for text in form.begin),
-            {"type": "json_schema", "json_schema": tool.schema, "of": f"tools: {tool.name}"},
-            *(_mark(text, tokens) for text in form.end),
+def _known(form: str | None, tokens: Mapping[str, int], why: str, param: str) -> ToolFormat:
+    """Return the format with this name, for a model with these special tokens."""
+    if form is None:
+        raise RequestError(
+            f"{why}, but this model's format for calls is unknown; start the server with one of "
+            f"--tool-parser {', '.join(TOOL_FORMATS)}",
+            param=param,
+            code="unsupported_value",
         )
-        for tool in tools
-    ]
-    return {"type": "or", "elements": calls}
+    known = TOOL_FORMATS[form]
+    return known.newer if known.newer is not None and known.newer_token in tokens else known
 
 
-def _sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": list(elements)}
+class _Calls:
+    """The formats for calls to some tools.
+
+    Args:
+        form: how calls are written.
+        tokens: special tokens that are marks, by their texts.
+    """
+
+    def __init__(self, form: ToolFormat, tokens: Mapping[str, int]) -> None:
+        self._form = form
+        self._tokens = tokens
+
+    def several(self, tools: Sequence[Offered], several: bool) -> Format:
+        """Return the format for one call to any tool, or for several calls."""
+        form = self._form
+        call = either(*map(self._call, tools))
+        more = [star(sequence(self._text(form.separator), call))] if several else []
+        return sequence(self._text(form.section[0]), call, *more, self._text(form.section[1]))
+
+    def among_text(self, tools: Sequence[Offered], several: bool) -> Format:
+        """Return the format for a free answer with calls."""
+        form = self._form
+        if form.syntax == "harmony":
+            return self._among_messages(tools, several)
+        text: Format = {"type": "any_text", "excludes": [form.mark] if form.mark else []}
+        if form.at_start:  # either the whole answer is calls, or it must not begin like a call
+            other = sequence(regex(rf"[^\{form.first[0]}<\s]"), text)
+            return either(self.several(tools, several), optional(other))
+        calls = self.several(tools, several and bool(form.section[1]))
+        times = star if several else optional
+        return sequence(text, times(sequence(calls, text)))
+
+    def _among_messages(self, tools: Sequence[Offered], several: bool) -> Format:
+        """Return the format for messages in channels; the last is content or calls."""
+        preamble = sequence(
+            self._text("<|channel|>commentary<|message|>"), _until(HARMONY_NEXT, self._tokens)
+        )
+        final = sequence(self._text(HARMONY_FINAL), {"type": "any_text"})
+        return sequence(star(preamble), either(self.several(tools, several), final))
+
+    def _call(self, tool: Offered) -> Format:
+        form = self._form
+        names = form.name.replace("%s", tool.name).split("%d")
+        name = [self._text(names[0])]
+        for part in names[1:]:
+            name += (regex("[0-9]+"), self._text(part))
+        return sequence(
+            self._text(form.call[0]),
+            *name,
+            self._text(form.call[1]),
+            self._arguments(tool),
+            self._text(form.call[2]),
+        )
+
+    def _arguments(self, tool: Offered) -> Format:
+        form, place = self._form, f"tools: {tool.name}"
+        if form.syntax == "gemma":
+            return Arguments(tool.schema, place, self._tokens, form.quote).gemma()
+        if form.syntax == "python":
+            arguments = Arguments(tool.schema, place, self._tokens).python()
+            return sequence(self._text("("), arguments, self._text(")"))
+        found: Format = {"type": "json_schema", "json_schema": tool.schema, "of": place}
+        if form.parameters is not None:
+            written = form.parameters.open + form.parameters.middle + form.parameters.close
+            if special := next((mark for mark in self._tokens if mark in written), None):
+                raise RequestError(
+                    f"{special!r} is a special token of this model, so its format for calls cannot "
+                    "be enforced: remove strict, or use tool_choice auto",
+                    param="tools",
+                    code="unsupported_value",
+                )
+            found |= {"style": form.parameters.style, "excludes": [form.parameters.close]}
+        return found
+
+    def _text(self, text: str) -> Format:
+        return literal(text, self._tokens)
 
 
-def _mark(text: str, tokens: Mapping[str, int]) -> Format:
-    return {"type": "token", "token": tokens[text]} if text in tokens else _text(text)
-
-
-def _mark_or_text(text: str, tokens: Mapping[str, int]) -> Format | str:
-    """Return a mark in the form for the ends of a tag."""
-    return _mark(text, tokens) if text in tokens else text
-
-
-def _text(text: str) -> Format:
-    return {"type": "const_string", "value": text}
+def _until(end: str, tokens: Mapping[str, int]) -> Format:
+    """Return the format for any text up to a mark."""
+    mark = literal(end, tokens)
+    if mark["type"] == "const_string":
+        return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+    if mark["type"] == "token":
+        return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": mark}
+    return sequence({"type": "any_text"}, mark)
 
 
 def _tag(form: Format) -> str:

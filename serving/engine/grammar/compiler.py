@@ -116,7 +116,8 @@ class GrammarCompiler:
                 grammars wait now.
             EngineError: the compiler process cannot run.
         """
-        text = f"{grammar.kind} {grammar.before} {grammar.instead} {grammar.text}"
+        parts = (grammar.kind, grammar.before, grammar.header, grammar.instead, grammar.text)
+        text = " ".join(parts)
         key = hashlib.sha256(text.encode()).digest()
         done: Compiled | str | EngineError | None = self._done.get(key)
         if done is None:

@@ -14,6 +14,7 @@ these characters here, and explicit requests for them are rejected.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -59,6 +60,8 @@ _ESCAPED = '"\\'
 _NONE_OF = r"\"\\\x00-\x1f"
 PLAIN = f"[^{_NONE_OF}]"
 """A pattern for any character that JSON does not escape."""
+MARKUP_PLAIN = f"[^{_NONE_OF}<]"
+"""The same without the beginning of a tag."""
 
 FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
@@ -75,12 +78,13 @@ def parse(text: str, param: str) -> Any:
         raise RequestError(f"{param} is {what}", param=param) from None
 
 
-def prepare(root: Any, param: str) -> Any:
+def prepare(root: Any, param: str, *, markup: bool = False) -> Any:
     """Check a schema and return it in the form for xgrammar.
 
     Args:
         root: the schema, which is changed.
         param: the request's field, for errors.
+        markup: values stand between tags, so patterns must not match the beginning of a tag.
 
     Raises:
         RequestError: the schema is invalid or not supported.
@@ -91,7 +95,7 @@ def prepare(root: Any, param: str) -> Any:
         if depth > MAX_DEPTH:
             raise RequestError(f"{param} is nested too deeply: over {MAX_DEPTH}", param=param)
         if isinstance(schema, dict):
-            _Schema(schema, place, param).check()
+            _Schema(schema, place, param, markup).check()
             todo += [(each, there, depth + 1) for each, there in _within(schema, place)]
         elif not isinstance(schema, bool):
             raise RequestError(f"{param}{place} must be an object or a boolean", param=param)
@@ -127,12 +131,14 @@ class _Schema:
         schema: the object, which `check` changes.
         place: its place in the whole schema, such as /properties/name.
         param: the request's field.
+        markup: see `prepare`.
     """
 
-    def __init__(self, schema: dict[str, Any], place: str, param: str) -> None:
+    def __init__(self, schema: dict[str, Any], place: str, param: str, markup: bool) -> None:
         self._schema = schema
         self._place = place
         self._param = param
+        self._markup = markup
 
     def check(self) -> None:
         """Complete the object for xgrammar; raises RequestError for parts it would ignore."""
@@ -196,7 +202,7 @@ class _Schema:
             self._reject(min(words | lengths), f"beside {max(words)} is not supported")
         if "pattern" in words:
             try:
-                self._schema["pattern"] = plain(str(self._schema["pattern"]))
+                self._schema["pattern"] = plain(str(self._schema["pattern"]), markup=self._markup)
             except ValueError as error:
                 self._reject("pattern", f"asks for {error}, which JSON escapes")
         elif lengths:
@@ -209,7 +215,11 @@ class _Schema:
             self._reject("minLength or maxLength", "is not a number of characters")
         if most != "" and most < least:
             self._reject("maxLength", f"is {most}, below minLength, which is {least}")
-        self._schema["pattern"] = f"^{PLAIN}{{{least},{most}}}$"
+        char = PLAIN
+        if self._markup:
+            direct = re.fullmatch("/properties/[^/]*", self._place)  # text without escapes
+            char = MARKUP_PLAIN if not direct else "[^<]" if most != "" else "([^<]|<[^/])"
+        self._schema["pattern"] = f"^{char}{{{least},{most}}}$"
 
     def _check_object(self) -> None:
         schema = self._schema
@@ -240,13 +250,16 @@ def _is(value: Any, name: Any) -> bool:
     return isinstance(value, _TYPES.get(name, ()))
 
 
-def plain(pattern: str) -> str:
+def plain(pattern: str, *, markup: bool = False) -> str:
     """Restrict a pattern to characters without an escape in JSON.
+
+    With `markup`, dots and negated classes do not match the beginning of a tag either.
 
     Raises:
         ValueError: the pattern asks for other characters; the message names them.
     """
     written: list[str] = []
+    none_of, dot = (_NONE_OF + "<", MARKUP_PLAIN) if markup else (_NONE_OF, PLAIN)
     in_class = False
     place = 0
     while place < len(pattern):
@@ -265,10 +278,10 @@ def plain(pattern: str) -> str:
         elif char == "[":
             in_class = True
             negated = pattern.startswith("^", place)
-            written.append(f"[^{_NONE_OF}" if negated else "[")
+            written.append(f"[^{none_of}" if negated else "[")
             place += negated
         else:
-            written.append(PLAIN if char == "." else char)
+            written.append(dot if char == "." else char)
     return "".join(written)
 
 

@@ -53,15 +53,17 @@ def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> 
         if node["type"] == "json_schema":
             within = f"{place}/json_schema" if grammar.kind == "structural_tag" else place
             where = str(node.pop("of", within))
-            node["json_schema"] = prepare(node.get("json_schema"), where)
+            markup = node.get("style", "json") != "json"
+            node["json_schema"] = prepare(node.get("json_schema"), where, markup=markup)
             node["max_whitespace_cnt"] = MAX_WHITESPACE
         else:
             _name_tokens(node, place, token_id)
+    forms[0] = preceded(forms[0], grammar.header)
     return {"type": "or", "elements": forms} if grammar.instead else forms[0]
 
 
 def preceded(form: Format, before: str) -> Format:
-    """Put the format from Grammar.before in front of a format, if there is one."""
+    """Put the format from Grammar.before or Grammar.header in front of a format, if it is there."""
     return {"type": "sequence", "elements": [json.loads(before), form]} if before else form
 
 

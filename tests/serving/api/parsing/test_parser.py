@@ -7,21 +7,24 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizers import write_byte_level
 
-from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser
+from weft.serving.api.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser, Stage
 from weft.serving.api.parsing.pieces import Answer, Arguments, Call, CallStart, Content, merged
-from weft.serving.api.parsing.reasoning import REASONING_FORMATS, ReasoningParser
-from weft.serving.api.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
+from weft.serving.api.parsing.reasoning import ReasoningParser
+from weft.serving.api.parsing.tool_calls import ToolCallParser
 from weft.serving.engine import tokenizer as tokenizer_module
 from weft.serving.engine.sampling_params import Grammar
 from weft.serving.engine.tokenizer import Tokenizer
 
 NAMES = ("f", "get_weather")
+TOOLS: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
 MARKS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
     "<think>", "</think>", "[THINK]", "[/THINK]",
@@ -50,10 +53,12 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14).map(
 def make(tools: str | None, reasoning: str | None = None, **settings: bool) -> AnswerParser:
     """A parser; `opened` and `parallel` as the parts have them."""
     opened = settings.pop("opened", False)
-    return AnswerParser(
-        None if reasoning is None else ReasoningParser(REASONING_FORMATS[reasoning], opened=opened),
-        None if tools is None else ToolCallParser(TOOL_FORMATS[tools], NAMES, **settings),
-    )
+    stages: list[Stage] = []
+    if reasoning is not None:
+        stages.append(ReasoningParser(REASONING_FORMATS[reasoning], opened=opened))
+    if tools is not None:
+        stages.append(ToolCallParser(TOOL_FORMATS[tools], TOOLS, **settings))
+    return AnswerParser(stages)
 
 
 def parse(parser: AnswerParser, *chunks: str) -> Answer:
@@ -311,9 +316,5 @@ def test_a_grammar_begins_where_the_thought_ends(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_knows_the_marks_of_every_format() -> None:
-    marks: set[str | None] = set()
-    for tools in TOOL_FORMATS.values():
-        marks |= {tools.open, tools.close, *tools.more_marks}
-    for thoughts in REASONING_FORMATS.values():
-        marks |= {thoughts.open, thoughts.close}
-    assert marks - {None} == tokenizer_module.MARKS
+    formats = (*TOOL_FORMATS.values(), *REASONING_FORMATS.values())
+    assert {mark for form in formats for mark in form.marks} == tokenizer_module.MARKS

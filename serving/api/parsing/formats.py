@@ -1,0 +1,335 @@
+"""The formats in which model families write calls and thoughts, as tables.
+
+The names are those of vLLM's parsers. A text in a table is what the family's chat template writes.
+Parsers take any white space where the text has some; grammars write the text exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Place = Literal["before", "within", "after"]
+Syntax = Literal["object", "json", "parameters", "gemma", "python", "harmony"]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How parameters are written one by one: `open` key `middle` value `close`.
+
+    Attributes:
+        open, middle, close: texts around a parameter's name and its value.
+        style: name of this syntax in xgrammar.
+        typed: text that ends the word "true" or "false" after `middle`, which says whether the
+            value is text; else the tool's schema decides.
+        newlines: the value stands between line ends, which are not part of it.
+    """
+
+    open: str
+    middle: str
+    close: str
+    style: str
+    typed: str = ""
+    newlines: bool = False
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format for calls.
+
+    A list of calls is `section[0]`, calls with `separator` between them, and `section[1]`. A call
+    is `call[0]`, the name, `call[1]`, the arguments, and `call[2]`.
+
+    Attributes:
+        syntax: "object" for a JSON object with name and arguments; "json" for a name and JSON;
+            "parameters" for a name and parameters one by one; "gemma" for a name and an object
+            whose texts stand between `quote`; "python" for a list of Python calls; "harmony" for
+            messages in channels.
+        call, section, separator: see above.
+        name: how a name is written: %s is the name, %d a number.
+        parameters: how parameters are written, for the syntax "parameters".
+        quote: the mark around texts, for the syntax "gemma".
+        mark: opens a list of calls; empty if calls only begin an answer.
+        at_start: an answer may begin with a call without a mark.
+        known: only names of offered tools count, because the format has no mark.
+        ends_thought: a call ends a thought that has no end.
+        marks: texts that may be special tokens.
+        signs: texts that are all in the chat templates of the family.
+        absent: texts that are in none of them.
+        newer: the format that replaces this one if the tokenizer has the token `newer_token`.
+    """
+
+    syntax: Syntax
+    call: tuple[str, str, str] = ("", "", "")
+    section: tuple[str, str] = ("", "")
+    separator: str = ""
+    name: str = "%s"
+    parameters: Parameters | None = None
+    quote: str = ""
+    mark: str = ""
+    at_start: bool = False
+    known: bool = False
+    ends_thought: bool = False
+    marks: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    newer: ToolFormat | None = None
+    newer_token: str = ""
+
+    @property
+    def first(self) -> str:
+        """The text before the first name in a list of calls."""
+        return self.section[0] + self.call[0]
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """A format for thoughts.
+
+    Attributes:
+        open, close: the texts around a thought.
+        marks: texts that may be special tokens.
+        sign: a text in the chat templates of the family.
+        channels: thoughts are messages in harmony's channel "analysis".
+    """
+
+    open: str
+    close: str
+    marks: tuple[str, ...]
+    sign: str
+    channels: bool = False
+
+    def opened_by(self, prompt: str) -> bool:
+        """Return whether the prompt ends with the opening text, so within a thought."""
+        return prompt.rstrip().endswith(self.open.rstrip())
+
+    def place(self, prompt: str, continued: str | None = None) -> Place:
+        """Return where an answer begins: before a thought, within it, or after it.
+
+        Args:
+            prompt: the prompt as the model sees it. It has the whole thought if a template
+                switches thinking off by an empty thought.
+            continued: the assistant's text that the answer continues, at the prompt's end.
+        """
+        if continued is not None:
+            opened = continued.rfind(self.open) > continued.rfind(self.close)
+            return "within" if opened else "after"
+        if self.opened_by(prompt):
+            return "within"
+        return "after" if prompt.rstrip().endswith(self.close) else "before"
+
+
+_DEEPSEEK = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+)
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI = (
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
+)
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+_GLM = (*_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+HARMONY_MARKS = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
+    *("<|call|>", "<|return|>"),
+)
+HARMONY_NEXT = "<|end|><|start|>assistant"
+"""Harmony's text between two messages in one answer."""
+HARMONY_FINAL = "<|channel|>final<|message|>"
+"""Harmony's text before an answer for the user."""
+
+TOOL_FORMATS = {
+    "openai": ToolFormat(
+        "harmony",
+        ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
+        separator=HARMONY_NEXT,
+        marks=HARMONY_MARKS,
+        signs=("<|channel|>commentary",),
+    ),
+    "kimi_k2": ToolFormat(
+        "json",
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        name="functions.%s:%d",
+        mark="<|tool_calls_section_begin|>",
+        ends_thought=True,
+        marks=_KIMI,
+        signs=("<|tool_calls_section_begin|>",),
+    ),
+    "deepseek_v32": ToolFormat(
+        "parameters",
+        ('<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>\n"),
+        ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+        parameters=Parameters(
+            '<｜DSML｜parameter name="',
+            '" string="',
+            "</｜DSML｜parameter>",
+            "deepseek_xml",
+            typed='">',
+        ),
+        mark="<｜DSML｜function_calls>",
+        marks=("｜DSML｜",),
+        signs=("｜DSML｜", "function_calls>"),
+    ),
+    "deepseek_v3": ToolFormat(
+        "json",
+        (
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+        ),
+        _DEEPSEEK_SECTION,
+        separator="\n",
+        mark="<｜tool▁calls▁begin｜>",
+        marks=_DEEPSEEK,
+        signs=("<｜tool▁calls▁begin｜>", "```json"),
+    ),
+    "deepseek_v31": ToolFormat(
+        "json",
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        _DEEPSEEK_SECTION,
+        mark="<｜tool▁calls▁begin｜>",
+        marks=_DEEPSEEK,
+        signs=("<｜tool▁calls▁begin｜>",),
+    ),
+    "minimax_m2": ToolFormat(
+        "parameters",
+        ('<invoke name="', '">\n', "</invoke>\n"),
+        ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        parameters=Parameters('<parameter name="', '">', "</parameter>", "minimax_xml"),
+        mark="<minimax:tool_call>",
+        marks=("<minimax:tool_call>", "</minimax:tool_call>"),
+        signs=("<minimax:tool_call>",),
+    ),
+    "glm45": ToolFormat(
+        "parameters",
+        ("<tool_call>", "\n", "</tool_call>"),
+        separator="\n",
+        parameters=Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "glm_xml"),
+        mark="<tool_call>",
+        marks=_GLM,
+        signs=("</arg_key>\n<arg_value>",),
+    ),
+    "glm47": ToolFormat(
+        "parameters",
+        ("<tool_call>", "", "</tool_call>"),
+        parameters=Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>", "glm_xml"),
+        mark="<tool_call>",
+        marks=_GLM,
+        signs=("<arg_key>",),
+    ),
+    "qwen3_coder": ToolFormat(
+        "parameters",
+        ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+        separator="\n",
+        parameters=Parameters("<parameter=", ">", "</parameter>", "qwen_xml", newlines=True),
+        mark="<tool_call>",
+        marks=_TOOL_CALL,
+        signs=("<tool_call>", "<function=", "<parameter="),
+    ),
+    "gemma4": ToolFormat(
+        "gemma",
+        ("<|tool_call>call:", "", "<tool_call|>"),
+        quote='<|"|>',
+        mark="<|tool_call>call:",
+        ends_thought=True,
+        marks=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        signs=("<|tool_call>call:",),
+    ),
+    "functiongemma": ToolFormat(
+        "gemma",
+        ("<start_function_call>call:", "", "<end_function_call>"),
+        quote="<escape>",
+        mark="<start_function_call>call:",
+        marks=("<start_function_call>", "<end_function_call>", "<escape>"),
+        signs=("<start_function_call>call:",),
+    ),
+    "mistral": ToolFormat(
+        "object",
+        ('{"name": "', '", "arguments": ', "}"),
+        ("[TOOL_CALLS][", "]"),
+        separator=", ",
+        mark="[TOOL_CALLS]",
+        marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        signs=("[TOOL_CALLS]",),
+        newer=ToolFormat("json", ("[TOOL_CALLS]", "[ARGS]", ""), mark="[TOOL_CALLS]"),
+        newer_token="[ARGS]",
+    ),
+    "hermes": ToolFormat(
+        "object",
+        ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+        separator="\n",
+        mark="<tool_call>",
+        marks=_TOOL_CALL,
+        signs=("<tool_call>",),
+        absent=("<function=",),
+    ),
+    "llama4_pythonic": ToolFormat(
+        "python",
+        section=("[", "]"),
+        separator=", ",
+        at_start=True,
+        known=True,
+        marks=("<|python_start|>", "<|python_end|>"),
+        signs=("[func_name1(", "<|header_start|>"),
+    ),
+    "pythonic": ToolFormat(
+        "python",
+        section=("[", "]"),
+        separator=", ",
+        at_start=True,
+        known=True,
+        signs=("[func_name1(",),
+    ),
+    "llama3_json": ToolFormat(
+        "object",
+        ('{"name": "', '", "parameters": ', "}"),
+        separator="; ",
+        mark="<|python_tag|>",
+        at_start=True,
+        known=True,
+        marks=("<|python_tag|>",),
+        signs=('"parameters": dictionary',),
+    ),
+}
+"""Formats for calls by name. The first whose signs are in a chat template is the model's."""
+
+REASONING_FORMATS = {
+    "openai_gptoss": ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        HARMONY_NEXT,
+        HARMONY_MARKS,
+        "<|channel|>analysis",
+        channels=True,
+    ),
+    "gemma4": ReasoningFormat(
+        "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>"), "<channel|>"
+    ),
+    "think": ReasoningFormat("<think>", "</think>", ("<think>", "</think>"), "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]"), "[/THINK]"),
+}
+"""Formats for thoughts by name. The first whose sign is in a chat template is the model's."""
+
+
+def tool_format_in(templates: str) -> str:
+    """Return the name of the format for calls in chat templates; "none" if there is none.
+
+    The texts in a template may be written with escapes, so `\\n` also stands for a line end.
+    """
+    templates = templates.replace("\\n", "\n")
+    for name, form in TOOL_FORMATS.items():
+        here = all(sign in templates for sign in form.signs)
+        if here and not any(sign in templates for sign in form.absent):
+            return name
+    return "none"
+
+
+def reasoning_format_in(templates: str) -> str:
+    """Return the name of the format for thoughts in chat templates; "none" if there is none."""
+    return next((n for n, form in REASONING_FORMATS.items() if form.sign in templates), "none")
+
+
+def within_thought(prompt: str) -> bool:
+    """Return whether the prompt ends with the opening text of any format."""
+    return any(form.opened_by(prompt) for form in REASONING_FORMATS.values())
