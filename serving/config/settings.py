@@ -277,6 +277,10 @@ class ServerConfig:
     log_prompts: Annotated[
         bool, Help("log a line for each request, with its prompt as the model gets it")
     ] = False
+    vllm_metrics: Annotated[
+        bool,
+        Help("repeat metrics under vLLM's names, for autoscalers and endpoint pickers"),
+    ] = False
     otlp_endpoint: Annotated[
         str | None,
         Help("OpenTelemetry collector for traces, such as http://127.0.0.1:4318"),
@@ -356,8 +360,9 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("restart", "drain_timeout", "request_timeout", "write_timeout"),
         *("stall_timeout", "load_stall_timeout"),
     ),
-    "Batches, logs and tracing": (
-        *("state_dir", "log_format", "log_requests", "log_prompts", "otlp_endpoint"),
+    "Batches, logs, metrics and tracing": (
+        *("state_dir", "log_format", "log_requests", "log_prompts", "vllm_metrics"),
+        *("otlp_endpoint",),
     ),
 }
 """Topic -> names of its settings, in the order of the help and of docs/configuration.md."""
