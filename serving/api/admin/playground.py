@@ -2,7 +2,8 @@
 
 The page is plain HTML, CSS and JavaScript modules; the files are read once and served from memory.
 The headers allow the page only its own files and this server's API: no inline script or style, no
-other host, no frame around it.
+other host, no frame around it. Answers are Markdown, which static/markdown.js turns into DOM nodes;
+the headers refuse any HTML text in place of nodes. static/marked.js is marked from npm (MIT).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TYPES = {
 _HEADERS = {
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
