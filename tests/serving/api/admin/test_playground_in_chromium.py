@@ -439,6 +439,44 @@ def test_on_a_phone(browser: Browser, chatty: Server) -> None:
         check_axe(page)
 
 
+def test_the_routes_have_a_page(browser: Browser, chatty: Server) -> None:
+    document = chatty.http.get("/openapi.json").json()
+    complaints: list[str] = []
+    hosts: set[str] = set()
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+        page.goto(f"{chatty.url}/docs")
+        expect(page.locator("#version")).to_have_text(document["info"]["version"])
+        routes = [
+            f"{method.upper()} {path}"
+            for path, methods in document["paths"].items()
+            for method in methods
+        ]
+        expect(page.locator("summary code")).to_have_text(routes)
+        page.get_by_text("POST /v1/chat/completions", exact=True).click()
+        row = page.get_by_role("row", name="temperature")
+        expect(row.locator("visible=true")).not_to_have_count(0)
+        expect(
+            page.get_by_role("row", name=re.compile("^messages list .*required"))
+        ).to_be_visible()
+        check_axe(page)
+    assert hosts == {urlsplit(chatty.url).netloc}
+    assert complaints == []
+
+
+def test_the_page_of_routes_asks_for_a_key(browser: Browser, tmp_path: Path) -> None:
+    model = write_byte_level(tmp_path / "mock")
+    with (
+        start_server(model, tmp_path, loader=CHATTY_MOCK, api_key="open-sesame") as server,
+        browser.new_context() as context,
+    ):
+        page = context.new_page()
+        page.goto(f"{server.url}/docs")
+        expect(page.get_by_role("alert")).to_contain_text("API key")
+
+
 def said(page: Page, text: str) -> Locator:
     """Have the model say a text; returns what the page makes of it."""
     ask(page, text)
