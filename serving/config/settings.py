@@ -273,6 +273,9 @@ class ServerConfig:
             "folder for uploaded files and batches, which continue after a restart; else temporary"
         ),
     ] = None
+    log_stats: Annotated[
+        bool, Help("log a line with the throughput every 10 seconds, while there is work")
+    ] = True
     log_requests: Annotated[bool, Help("log a line for each request, without its prompt")] = False
     log_prompts: Annotated[
         bool, Help("log a line for each request, with its prompt as the model gets it")
@@ -361,8 +364,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("stall_timeout", "load_stall_timeout"),
     ),
     "Batches, logs, metrics and tracing": (
-        *("state_dir", "log_format", "log_requests", "log_prompts", "vllm_metrics"),
-        *("otlp_endpoint",),
+        *("state_dir", "log_format", "log_stats", "log_requests", "log_prompts"),
+        *("vllm_metrics", "otlp_endpoint"),
     ),
 }
 """Topic -> names of its settings, in the order of the help and of docs/configuration.md."""
