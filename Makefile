@@ -6,10 +6,14 @@ PYTHON ?= python3
 MODEL  ?=
 HOST   ?=
 PORT   ?=
+# Where pip finds torch, besides the package index: https://download.pytorch.org/whl/cpu has the
+# build for CPUs, which is some gigabytes smaller.
+TORCH_INDEX ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
-PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+  $(TORCH_INDEX:%=--extra-index-url %)
 
 # Processes that test: one more than there are cores, for many tests wait. Tests of a file share what
 # it sets up.
@@ -26,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL=, HOST=, PORT=)
+serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL=, HOST=, PORT=, TORCH_INDEX=)
 	$(BIN)/weft serve $(MODEL) $(HOST:%=--host %) $(PORT:%=--port %)
 
 test: $(VENV)/.dev ## run the tests
@@ -62,7 +66,7 @@ $(CLIENTS)/.installed:
 # The oldest releases that pyproject.toml admits; the tools that test are the newest that go with
 # them. CUDA's libraries, some gigabytes, come along: the oldest torch does not import without them.
 OLDEST       := build/oldest
-OLDEST_TOOLS := aiohttp anthropic httpx hypothesis jsonschema openai pytest pytest-asyncio \
+OLDEST_TOOLS := anthropic httpx hypothesis jsonschema openai pytest pytest-asyncio \
   pytest-randomly pytest-timeout pytest-xdist pyyaml
 
 # Kernels are interpreted, then compiled for one GPU: once each, because Triton 3.6 spills 8 to 16

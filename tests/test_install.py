@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -74,3 +77,29 @@ def test_wheel_serves_the_bundled_models(python: Path, model: str, tmp_path: Pat
         ).json()
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["choices"][0]["message"]["content"]
+
+
+def test_make_finds_torch_in_the_given_index(tmp_path: Path) -> None:
+    for given, expected in ((["TORCH_INDEX=https://example.com/cpu"], True), ([], False)):
+        command = ["make", "--dry-run", "serve", f"VENV={tmp_path / 'venv'}", *given]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert ("--extra-index-url https://example.com/cpu" in done.stdout) == expected
+
+
+def test_the_commands_need_no_extra_to_start() -> None:
+    """Imports at the top of a module of a command are of required packages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
+    extras = {
+        re.match(r"[\w-]+", each)[0]  # type: ignore[index]
+        for name in ("bench", "cuda", "tpu", "ray", "otel")
+        for each in project["optional-dependencies"][name]
+    }
+    for file in (ROOT / "serving" / "cli").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                top = name.partition(".")[0]
+                assert top in {*sys.stdlib_module_names, *required, "weft"} - extras, (file, name)

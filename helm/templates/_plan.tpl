@@ -4,7 +4,23 @@ per host and the layout of ranks. Fails and names the value if values are incons
 */}}
 {{- define "weft.plan" -}}
 {{- $type := .Values.accelerator.type -}}
-{{- $preset := get (.Files.Get "files/accelerators.yaml" | fromYaml) $type -}}
+{{- $presets := .Files.Get "files/accelerators.yaml" | fromYaml -}}
+{{- $preset := get $presets $type -}}
+{{- if hasKey .Values.accelerator.types $type -}}
+  {{- $own := get .Values.accelerator.types $type -}}
+  {{- $like := get $presets (default "gpu" $own.like) -}}
+  {{- if not $like -}}
+    {{- fail (printf "accelerator.types.%s.like is %q; it must be one of %s" $type $own.like (keys $presets | sortAlpha | join ", ")) -}}
+  {{- end -}}
+  {{- $preset = mergeOverwrite (deepCopy $like) (omit $own "like") -}}
+{{- end -}}
+{{- if not $preset -}}
+  {{- fail (printf "accelerator.type is %q; it must be a key of accelerator.types or one of %s" $type (keys $presets | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- if and .Values.accelerator.resource (eq $preset.kind "cpu") -}}
+  {{- fail (printf "accelerator.resource is %q; accelerator.type cpu has no accelerators: leave it out" .Values.accelerator.resource) -}}
+{{- end -}}
+{{- with .Values.accelerator.resource }}{{ $preset = set (deepCopy $preset) "resource" . }}{{ end -}}
 {{- $hosts := 1 -}}
 {{- $perHost := 0 -}}
 {{- $devices := 0 -}}
@@ -72,7 +88,7 @@ per host and the layout of ranks. Fails and names the value if values are incons
 {{- dict "preset" $preset "hosts" (int $hosts) "perHost" $perHost "layout" (dict "tp" (int $tp) "ep" $ep "cp" $cp "pp" (int $pp) "dp" $dp) | toJson -}}
 {{- end -}}
 
-{{/* The model's location, as JSON: weft's argument, the volume, and the repository to download for hf://. */}}
+{{/* The model's location, as JSON: weft's argument, the volume, and the Hugging Face repository to download. */}}
 {{- define "weft.model" -}}
 {{- $path := .Values.model.path -}}
 {{- $model := dict "argument" $path -}}
@@ -85,7 +101,7 @@ per host and the layout of ranks. Fails and names the value if values are incons
   {{- $at := printf "/models/%s" (base $host) -}}
   {{- $volume := dict "hostPath" (dict "path" $host "type" "Directory") -}}
   {{- $model = dict "argument" $at "volume" $volume "readOnly" true "mountPath" $at -}}
-{{- else if hasPrefix "hf://" $path -}}
+{{- else if regexMatch "^(hf://)?[^/@:]+/[^/@]+(@[^/@]+)?$" $path -}}
   {{- $parts := splitList "@" (trimPrefix "hf://" $path) -}}
   {{- $volume := dict "emptyDir" dict -}}
   {{- with .Values.model.cache -}}

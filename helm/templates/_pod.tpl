@@ -251,6 +251,9 @@ spec:
         {{- if or .Values.metrics.serviceMonitor.enabled .Values.inferencePool.enabled (ne .Values.autoscaling.kind "none") }}
         - --open-metrics{{/* scrapers have no API key */}}
         {{- end }}
+        {{- if and .Values.inferencePool.enabled (not (hasKey .Values.settings "vllm_metrics")) }}
+        - --vllm-metrics{{/* endpoint pickers look for vLLM's names */}}
+        {{- end }}
         {{- include "weft.settings" .Values.settings | trim | nindent 8 }}
       ports:
         - {name: http, containerPort: 8000}

@@ -3,7 +3,7 @@
     weights        988.1 MiB
     activations    372.4 MiB  a step of 2048 tokens, 128 requests
     KV cache         2.25 GiB  12,288 blocks of 16 tokens: 196,608 tokens
-    left             4.83 GiB  of the 8.42 GiB that weft may take
+    in all           3.59 GiB  of the 8.42 GiB that weft may take
 
 Triton kernels can add two rows. `buffers` is symmetric memory for the overlapped ops' workspaces.
 `CUDA graphs` is memory for the temporary tensors of recorded steps.
@@ -68,6 +68,11 @@ class Ledger:
         )
 
     @property
+    def limited_by_memory(self) -> bool:
+        """True if one more block would not fit."""
+        return self.left < self.kv_cache // self.num_blocks
+
+    @property
     def tokens(self) -> int:
         """Tokens that fit into the KV cache, for all requests together."""
         return self.num_blocks * self.block_size
@@ -76,13 +81,14 @@ class Ledger:
         """Render the table, aligned, without a newline at its end."""
         step = f"a step of {self.max_num_batched_tokens} tokens, {self.max_num_seqs} requests"
         blocks = f"{self.num_blocks:,} blocks of {self.block_size} tokens: {self.tokens:,} tokens"
+        allowed = human_bytes(self.budget)
         rows = (
             ("weights", self.weights, ""),
             ("activations", self.activations, step),
             ("buffers", self.buffers, "for exchanges between ranks"),
             ("CUDA graphs", self.graphs, "recorded steps"),
             ("KV cache", self.kv_cache, blocks),
-            ("left", self.left, f"of the {human_bytes(self.budget)} that weft may take"),
+            ("in all", self.budget - self.left, f"of the {allowed} that weft may take"),
         )
         return "\n".join(
             f"{name:<12}{human_bytes(size):>10}  {note}".rstrip()

@@ -5,7 +5,8 @@ The engine process starts first. It imports torch while this process imports its
 starts first and responds during the download.
 
 At SIGTERM or SIGINT the server is no longer ready but still responds. Running requests get
-`drain_timeout` seconds to finish, and the exit status is 0. A second signal ends them at once.
+`drain_timeout` seconds to finish, and the exit status is 0. A second signal ends them at once; if
+it cuts off a request, the status is 1.
 SIGHUP reads API keys and the certificate again. If the engine fails, the server exits with an
 error; with `restart`, only if the engine cannot be restarted.
 """
@@ -30,6 +31,7 @@ from weft.serving.api.middleware.keys import Keyring
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
+from weft.serving.engine.throughput_log import ThroughputLog
 from weft.serving.executor import fetch
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class _Server:
         self._state: ServerState | None = None
         self._stop = asyncio.Event()
         self._abort = asyncio.Event()
+        self._cut_off = 0  # requests that a second signal has ended
 
     async def run(self) -> int:
         """Start, serve and shut down; returns the exit status."""
@@ -151,7 +154,7 @@ class _Server:
             await http
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
-        return 1 if self._abort.is_set() else 0
+        return 1 if self._cut_off else 0
 
     async def _start_engine(self, spawned: asyncio.Event) -> AsyncEngine:
         return await AsyncEngine.start(
@@ -176,9 +179,15 @@ class _Server:
 
     def _on_signal(self) -> None:
         state = self._state
+        engine = None if state is None else state.engine
+        running = 0 if engine is None else engine.live
         if self._stop.is_set():
+            if not self._abort.is_set():
+                self._cut_off = running
+                cut_off = f"; {running} under way are cut off" if running else ""
+                logs.say(f"weft ends at once, by a second signal{cut_off}")
             self._abort.set()
-        elif state is not None and state.engine is not None and (running := state.engine.live):
+        elif running:
             logs.say(
                 f"weft ends; {running} under way get {self._server_config.drain_timeout:g} s "
                 "to finish, a second signal ends them"
@@ -217,7 +226,10 @@ class _Server:
 
     async def _watch(self, engine: AsyncEngine) -> None:
         """Return at the first signal; raise EngineError when the engine ends."""
+        throughput = ThroughputLog(engine) if self._server_config.log_stats else None
         while not self._stop.is_set():
+            if throughput is not None:
+                throughput.tick()
             if engine.status in ("dead", "stalled"):
                 await engine.shutdown(drain=False)
                 raise engine.failure or EngineError(f"the engine is {engine.status}")

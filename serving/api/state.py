@@ -40,6 +40,7 @@ class ServerState:
         request_timeout: maximum seconds for a request; None for no limit.
         log_prompts: write prompts to the log.
         page: serve the playground at /.
+        vllm_metrics: repeat metrics under vLLM's names.
         created: seconds since 1970 at the server's start.
         state_dir: folder for files and batches; None for a temporary folder.
         open_paths: paths that need no API key; None if the server has no keys.
@@ -55,6 +56,7 @@ class ServerState:
     request_timeout: float | None = None
     log_prompts: bool = False
     page: bool = True
+    vllm_metrics: bool = False
     created: int = field(default_factory=now)
     state_dir: Path | None = None
     open_paths: frozenset[str] | None = None
@@ -64,7 +66,7 @@ class ServerState:
     _local_api: LocalApi | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(lambda: self.engine, self.model)
+        self.metrics = Metrics(lambda: self.engine, self.model, vllm=self.vllm_metrics)
         self.batches = BatchService(self, self.state_dir)
 
     @classmethod
@@ -79,6 +81,7 @@ class ServerState:
             request_timeout=server_config.request_timeout,
             log_prompts=server_config.log_prompts,
             page=server_config.page,
+            vllm_metrics=server_config.vllm_metrics,
             state_dir=None if folder is None else Path(folder),
             open_paths=open_paths(server_config),
         )

@@ -12,6 +12,7 @@ after `MAX_TRIES` failures, a row gets an error instead of an answer.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from weft.errors import EngineError
+from weft.errors import EngineError, WeftError
 from weft.serving.batch.files import (
     SAMPLED,
     Inputs,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
 
 MAX_TRIES = 2  # engine failures with a row before the row gets an error
+ALIKE = 100  # first rows whose common error ends a run
 _LOOKUP = 4096  # rows per query of the journal
 _READ_AHEAD = 256, 1 << 20  # maximum rows, and bytes of lines, to read at once
 
@@ -48,6 +50,10 @@ class RowPostponed(Exception):  # noqa: N818  # not an error
 
 class EngineEnded(EngineError):  # noqa: N818  # the server reports the error
     """Raised when the engine has ended for good and did not have the row."""
+
+
+class RowsFailAlike(WeftError):  # noqa: N818  # names what happened
+    """Raised when the first rows of a batch all failed with the same error."""
 
 
 Post = Callable[[str, bytes, int, Callable[[], None]], Coroutine[Any, Any, tuple[int, bytes]]]
@@ -65,6 +71,7 @@ class Job:
         ordered: write answers in the order of the rows.
         overrides: fields to set in every request.
         refusal: code and message for an error that all pending rows get, instead of answers.
+        stop_if_alike: end the run if the first `ALIKE` of more rows fail with the same error.
         retries: run a row again after the engine failed with it and has restarted; else the run
             ends.
         on_done: called with the HTTP status and output tokens of each answer on the disk.
@@ -80,6 +87,7 @@ class Job:
         ordered: bool = False,
         overrides: dict[str, Any] | None = None,
         refusal: tuple[str, str] | None = None,
+        stop_if_alike: bool = False,
         retries: bool = False,
         on_done: Callable[[int, int], None] = lambda status, tokens: None,
     ) -> None:
@@ -90,6 +98,7 @@ class Job:
         self._ordered = ordered
         self._overrides = overrides or {}
         self._refusal = refusal
+        self._alike = _Alike() if stop_if_alike and journal.total > ALIKE else None
         self._retries = retries
         self._on_done = on_done
         self._stopped = False
@@ -121,6 +130,7 @@ class Job:
         Raises:
             ConfigError, DiskError: a row cannot be read, or an answer cannot be written.
             EngineError: the engine failed.
+            RowsFailAlike: see `stop_if_alike`; the errors are written.
         """
         self._failures = await asyncio.to_thread(self._journal.failures)
         writer = Writer(self._journal, ordered=self._ordered, on_done=self._on_done)
@@ -132,10 +142,12 @@ class Job:
                 status, body, line = await self._answer(row, post)
             except RowPostponed:
                 return
-            tokens = msgspec.json.decode(body, type=_Counted).usage.completion_tokens
+            outcome = msgspec.json.decode(body, type=_Outcome)
             file = 0 if status == 200 else len(self._journal.paths) - 1
-            data = msgspec.json.encode(line) + b"\n"
-            await writer.add(order, Line(Answer(row.index, file, data), status, tokens))
+            answer = Answer(row.index, file, msgspec.json.encode(line) + b"\n")
+            await writer.add(order, Line(answer, status, outcome.usage.completion_tokens))
+            if self._alike is not None:
+                self._alike.note(order, outcome.error)
 
         try:
             await for_each(self._rows(), work, workers=workers)
@@ -152,12 +164,12 @@ class Job:
 
     async def _answer(self, row: Row, post: Post) -> tuple[int, bytes, dict[str, Any]]:
         if row.problem is not None:
-            return 400, b"{}", error_line(row)
+            return _refuse(400, row)
         try:
             seed = {"seed": self._seed + row.index} if row.url in SAMPLED else {}
             data = msgspec.json.encode(seed | row.body | self._overrides)
         except RecursionError:  # the encoder's limit is lower than the decoder's
-            return 400, b"{}", error_line(replace(row, problem="the line is nested too deeply"))
+            return _refuse(400, replace(row, problem="the line is nested too deeply"))
         while (failures := self._failures.get(row.index, 0)) < MAX_TRIES:
             try:
                 async with self._share_engine(alone=failures > 0):
@@ -167,7 +179,7 @@ class Job:
                 if not self._retries or isinstance(error, EngineEnded):
                     raise
         problem = f"the engine failed {failures} times with this row"
-        return 500, b"{}", error_line(replace(row, code="engine_failed", problem=problem))
+        return _refuse(500, replace(row, code="engine_failed", problem=problem))
 
     async def _post_row(self, row: Row, data: bytes, post: Post) -> tuple[int, bytes]:
         if self._engine_failed:
@@ -247,6 +259,12 @@ class Job:
             yield row, len(line.data or b"")
 
 
+def _refuse(status: int, row: Row) -> tuple[int, bytes, dict[str, Any]]:
+    """Return the outcome of a row with a problem, as `Job._answer` does."""
+    error = _Error(row.problem or "", row.code)
+    return status, msgspec.json.encode({"error": error}), error_line(row)
+
+
 async def _run_uncancelled(work: Coroutine[Any, Any, None]) -> None:
     """Await work to its end, and only then let a cancellation through."""
     task = asyncio.create_task(work)
@@ -288,10 +306,47 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class _Counted(msgspec.Struct):
-    """The part of a response with its token counts."""
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _Outcome(msgspec.Struct):
+    """The part of a response with its token counts or its error."""
 
     usage: _Usage = msgspec.field(default_factory=_Usage)
+    error: _Error | None = None
+
+
+class _Alike:
+    """Notices that the first rows all fail with the same error, apart from its numbers."""
+
+    def __init__(self) -> None:
+        self._first: tuple[str | None, str] | None = None
+        self._left = ALIKE
+        self._differs = False
+
+    def note(self, order: int, error: _Error | None) -> None:
+        """Note a row's outcome.
+
+        Args:
+            order: the row's position in the batch.
+            error: its error; None if it was answered.
+
+        Raises:
+            RowsFailAlike: the first `ALIKE` rows are all noted, and their errors are alike.
+        """
+        if order >= ALIKE or self._differs:
+            return
+        kind = None if error is None else (error.code, re.sub(r"\d+", "0", error.message))
+        self._first = self._first or kind
+        self._differs = kind is None or kind != self._first
+        self._left -= 1
+        if error is not None and self._left == 0 and not self._differs:
+            raise RowsFailAlike(
+                f"the first {ALIKE} rows all failed alike: {error.message}; correct the rows and "
+                "start again with --overwrite, or run the others with --resume"
+            )
 
 
 class Server(Protocol):

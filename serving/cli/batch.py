@@ -129,6 +129,7 @@ def run(
         ConfigError: a file cannot be read or written, an output exists and must not be replaced,
             or an input has changed since the run began.
         EngineError: the engine failed; answers so far are written, and `resume` continues.
+        RowsFailAlike: the first rows all failed with the same error; `resume` continues.
         DiskError: the disk is full; answers so far are written, and `resume` continues.
     """
     from weft.serving.api.state import ServerState
@@ -202,6 +203,7 @@ class _Command:
             model=self._api.model,
             seed=self._seed,
             ordered=self._ordered,
+            stop_if_alike=before == 0,
             on_done=self._on_done,
         )
         status = 1

@@ -10,6 +10,7 @@ to the others.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import mmap
@@ -17,17 +18,20 @@ import os
 import platform
 import shutil
 import socket
+import ssl
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from weft.errors import ConfigError, ModelError, WeftError
 from weft.serving.cli.options import TopicCommand, takes
@@ -65,6 +69,9 @@ CHECK_SECONDS = 120.0
 
 SEND_SECONDS = 0.3
 """Time to send over each link."""
+
+ANSWER_SECONDS, MAX_HEALTH = 5.0, 4096
+"""Time and bytes for the answer of a server on the port."""
 
 SLOW_LINK = 1e9
 """Bytes per second; do not split layers over a slower link."""
@@ -377,10 +384,30 @@ def _port(host: str, port: int) -> Finding:
         with socket.create_server((host, port), family=family):
             return Finding("port", "ok", f"{host}:{port} is free")
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and (status := _running_weft(host, port)):
+            seen = f"{host}:{port}: a weft server already answers there; its engine is {status}"
+            return Finding("port", "ok", seen)
         advice = "choose another --host or --port, or stop the program that listens there"
         return Finding(
             "port", "fail", f"{host}:{port}: {str(error.strerror).split(' (')[0]}", advice
         )
+
+
+def _running_weft(host: str, port: int) -> str | None:
+    """Return the engine's status of the weft server at an address; None if there is none."""
+    from weft.serving.api.openai.replies import Health
+
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    unverified = ssl._create_unverified_context()  # the question is only who is there
+    for connection in (
+        HTTPConnection(host, port, timeout=ANSWER_SECONDS),
+        HTTPSConnection(host, port, timeout=ANSWER_SECONDS, context=unverified),
+    ):
+        with closing(connection), suppress(OSError, HTTPException, msgspec.MsgspecError):
+            connection.request("GET", "/health")
+            health = msgspec.json.decode(connection.getresponse().read(MAX_HEALTH), type=Health)
+            return health.engine
+    return None
 
 
 def examine_others(config: EngineConfig) -> list[Finding]:

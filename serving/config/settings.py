@@ -338,9 +338,16 @@ class ServerConfig:
             "folder for uploaded files and batches, which continue after a restart; else temporary"
         ),
     ] = None
+    log_stats: Annotated[
+        bool, Help("log a line with the throughput every 10 seconds, while there is work")
+    ] = True
     log_requests: Annotated[bool, Help("log a line for each request, without its prompt")] = False
     log_prompts: Annotated[
         bool, Help("log a line for each request, with its prompt as the model gets it")
+    ] = False
+    vllm_metrics: Annotated[
+        bool,
+        Help("repeat metrics under vLLM's names, for autoscalers and endpoint pickers"),
     ] = False
     otlp_endpoint: Annotated[
         str | None,
@@ -422,8 +429,9 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("restart", "drain_timeout", "request_timeout", "write_timeout"),
         *("stall_timeout", "load_stall_timeout"),
     ),
-    "Batches, logs and tracing": (
-        *("state_dir", "log_format", "log_requests", "log_prompts", "otlp_endpoint"),
+    "Batches, logs, metrics and tracing": (
+        *("state_dir", "log_format", "log_stats", "log_requests", "log_prompts"),
+        *("vllm_metrics", "otlp_endpoint"),
     ),
 }
 """Topic -> names of its settings, in the order of the help and of docs/configuration.md."""

@@ -3,6 +3,9 @@
 They have two sources. A scrape reads the engine's last snapshot, summed over its cores: queue, KV
 cache, and counters since the start. Latencies are measured on the stream of each answer, as users
 see them.
+
+Autoscalers and endpoint pickers look for vLLM's names. With `--vllm-metrics`, a scrape repeats
+some metrics under those names, with vLLM's labels.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample
 from prometheus_client.registry import Collector
 
 from weft.serving.engine.request_stream import Delta, StreamObserver
@@ -25,6 +28,29 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"})
 _TOKENS = tuple(float(2**i) for i in range(21))
+
+
+_VLLM_NAMES = {
+    "weft_requests_running": ("num_requests_running",),
+    "weft_requests_waiting": ("num_requests_waiting",),
+    "weft_kv_cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "weft_prefix_cache_queries": ("prefix_cache_queries",),
+    "weft_prefix_cache_hits": ("prefix_cache_hits",),
+    "weft_preemptions": ("num_preemptions",),
+    "weft_prompt_tokens": ("prompt_tokens",),
+    "weft_generation_tokens": ("generation_tokens",),
+    "weft_time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "weft_inter_token_latency_seconds": (
+        "inter_token_latency_seconds",
+        "time_per_output_token_seconds",
+    ),
+    "weft_e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "weft_queue_time_seconds": ("request_queue_time_seconds",),
+    "weft_request_prompt_tokens": ("request_prompt_tokens",),
+    "weft_request_output_tokens": ("request_generation_tokens",),
+    "weft_answers": ("request_success",),
+}
+_VLLM_LABELS = {"model": "model_name", "finish_reason": "finished_reason"}
 
 
 @dataclass
@@ -53,11 +79,17 @@ class Metrics:
     Args:
         engine: returns the engine, or None while it loads.
         model: the model's name in the API; a label on every metric here.
+        vllm: repeat metrics under vLLM's names.
     """
 
-    def __init__(self, engine: Callable[[], AsyncEngine | None], model: str) -> None:
+    def __init__(
+        self, engine: Callable[[], AsyncEngine | None], model: str, *, vllm: bool = False
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model))
+        self._vllm = CollectorRegistry()
+        if vllm:
+            self._vllm.register(_VllmCollector(self._registry, engine))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(
@@ -107,7 +139,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Write all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._vllm)
 
     def observer(self, phases: Phases) -> StreamObserver:
         """Return callbacks for `AsyncEngine.generate` that measure one answer."""
@@ -207,3 +239,40 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"weft_{name}", text, labels=["model"])
             counter.add_metric([self._model], value)
             yield counter
+
+
+class _VllmCollector(Collector):
+    """Repeats the metrics of a registry under vLLM's names. Buckets stay weft's."""
+
+    def __init__(
+        self, registry: CollectorRegistry, engine: Callable[[], AsyncEngine | None]
+    ) -> None:
+        self._registry = registry
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            for name in _VLLM_NAMES.get(family.name, ()):
+                yield _renamed(family, f"vllm:{name}")
+        if (engine := self._engine()) is not None:
+            labels = {
+                "engine": "0",
+                "block_size": str(engine.config.cache_block),
+                "num_gpu_blocks": str(engine.stats.kv_blocks_total),
+                "enable_prefix_caching": str(engine.config.prefix_caching),
+                "gpu_memory_utilization": str(engine.config.memory_fraction),
+            }
+            info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=list(labels))
+            info.add_metric(list(labels.values()), 1)
+            yield info
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    """Return a copy of a metric with another name, and with vLLM's labels."""
+    renamed = Metric(name, family.documentation, family.type)
+    for sample in family.samples:
+        labels = {_VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}
+        labels["engine"] = "0"
+        suffix = sample.name.removeprefix(family.name)
+        renamed.samples.append(Sample(name + suffix, labels, sample.value, sample.timestamp))
+    return renamed

@@ -28,6 +28,7 @@ from weft.serving.executor.loading import (
     compute_dtype,
     context_length,
     fetched,
+    log_ledger,
 )
 from weft.serving.executor.placement import kind_of
 
@@ -81,7 +82,7 @@ def load_jax_model(
     if is_first:
         scope = f" of each of {config.tp} devices" if config.tp > 1 else ""
         scope += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
-        logger.info("memory%s (%s)\n%s", scope, devices[0].device_kind, ledger.render())
+        log_ledger(f"{scope} ({devices[0].device_kind})", ledger)
     with show_compiling() if is_first else nullcontext(_silent) as show:
 
         def compiling(name: str, done: int, total: int) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
+from weft.models.memory.ledger import Ledger
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig
@@ -193,7 +194,12 @@ def load_model(
         scope = f" of each of {layout.stage_size} ranks" if layout.stage_size > 1 else ""
         scope += f" of stage {layout.stage}" if layout.pp > 1 else ""
         scope += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
-        logger.info("memory%s\n%s", scope, ledger.render())
+        log_ledger(scope, ledger)
+        if device.type == "cpu" and config.kv_cache_memory is None and ledger.limited_by_memory:
+            logger.info(
+                "the KV cache may grow to all of that, and another server here would plan with "
+                "the same memory: to run several, set --kv-cache-memory"
+            )
     home = context_home = None
     if triton:
         home, context_home = homes(layout, device, kernels, groups, store)
@@ -236,6 +242,12 @@ def fetched(config: EngineConfig, progress: Progress) -> Path:
     if (source := remote(config.model, config.revision)) is not None:
         download(source, progress)
     return locate(config.model, config.revision)
+
+
+def log_ledger(scope: str, ledger: Ledger) -> None:
+    """Log the memory ledger, a record for each line; `scope` says whose it is."""
+    for line in ledger.render().splitlines():
+        logger.info("memory%s: %s", scope, line)
 
 
 class SlowRunner:

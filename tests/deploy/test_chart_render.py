@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import helm_python
 import jsonschema
+import promql_parser
 import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
@@ -98,6 +100,77 @@ def test_kubernetes_takes_it(quick: Any, name: str, version: str) -> None:
     known = [each for each in objects if (each["apiVersion"], each["kind"]) not in crds()]
     for each in known + as_pods(objects):
         quick(each, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_the_endpoint_picker(quick: Any, version: str) -> None:
+    for each in example("endpoint-picker"):
+        quick(each, version, strict=True)
+
+
+def example(name: str) -> list[charts.Object]:
+    return list(yaml.safe_load_all((charts.CHART / "examples" / f"{name}.yaml").read_text()))
+
+
+def test_the_endpoint_picker_belongs_to_the_documented_release() -> None:
+    parts = {each["kind"]: each for each in example("endpoint-picker")}
+    (container,) = parts["Deployment"]["spec"]["template"]["spec"]["containers"]
+    service, (port,) = parts["Service"], parts["Service"]["spec"]["ports"]
+    picker = {"name": service["metadata"]["name"]}
+    values = {"inferencePool": {"enabled": True, "endpointPicker": picker}}
+    objects = charts.render(values, name="llm")
+    (pool,) = [each for each in objects if each["kind"] == "InferencePool"]
+    assert f"--pool-name={pool['metadata']['name']}" in container["args"]
+    assert f"--pool-group={pool['apiVersion'].partition('/')[0]}" in container["args"]
+    assert pool["spec"]["endpointPickerRef"] == picker | {"port": {"number": port["port"]}}
+    named = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert named[port["targetPort"]] == port["port"]
+    (file,) = parts["ConfigMap"]["data"]
+    assert f"--config-file=/config/{file}" in container["args"]
+    plugins = yaml.safe_load(parts["ConfigMap"]["data"][file])
+    (profile,) = plugins["schedulingProfiles"]
+    assert [each["pluginRef"] for each in profile["plugins"]] == [
+        each["type"] for each in plugins["plugins"]
+    ]
+    labels = parts["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert parts["RoleBinding"]["roleRef"]["name"] == parts["Role"]["metadata"]["name"]
+
+
+@pytest.mark.parametrize(("setting", "given"), [({}, True), ({"vllm_metrics": False}, False)])
+def test_a_pool_s_servers_report_vllm_s_names(setting: dict[str, bool], given: bool) -> None:
+    pool = {"enabled": True, "endpointPicker": {"name": "epp"}}
+    objects = charts.render({"inferencePool": pool, "settings": setting})
+    server = charts.templates_of(charts.workload(objects))["server"]
+    args = server["spec"]["containers"][0]["args"]
+    assert ("--vllm-metrics" in args) == given
+    assert ("--no-vllm-metrics" in args) == (not given)
+    assert "--open-metrics" in args
+
+
+def test_prometheus_adapter_offers_what_the_autoscaler_asks_for() -> None:
+    (values,) = example("prometheus-adapter")
+    (rule,) = values["rules"]["custom"]
+    objects = charts.render({"autoscaling": {"kind": "hpa"}})
+    (scaler,) = [each for each in objects if each["kind"] == "HorizontalPodAutoscaler"]
+    series = promql_parser.parse(rule["seriesQuery"])
+    names, labels = {}, set()
+    for matcher in series.matchers.matchers:
+        if matcher.name == "__name__":
+            names = {matcher.value}
+        else:
+            labels.add(matcher.name)
+    assert labels == rule["resources"]["overrides"].keys() == {"namespace", "pod"}
+    for metric in scaler["spec"]["metrics"]:
+        assert all(re.match(name, metric["pods"]["metric"]["name"]) for name in names)
+        query = rule["metricsQuery"]
+        for part, text in (
+            ("Series", metric["pods"]["metric"]["name"]),
+            ("LabelMatchers", 'namespace="llm",pod=~"a|b"'),
+            ("GroupBy", "pod"),
+        ):
+            query = query.replace(f"<<.{part}>>", text)
+        assert isinstance(promql_parser.parse(query), promql_parser.AggregateExpr)
 
 
 def test_kubernetes_would_not_take_a_misspelt_field(quick: Any) -> None:

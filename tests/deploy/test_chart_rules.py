@@ -120,6 +120,8 @@ def test_the_grace_period_is_longer_than_what_a_pod_does_to_end(name: str) -> No
 def test_accelerators_are_as_many_as_ranks_need_and_all_of_a_slice(name: str) -> None:
     accelerator = charts.values_of(name).get("accelerator", {})
     presets = yaml.safe_load((charts.CHART / "files/accelerators.yaml").read_text())
+    own = accelerator.get("types", {})
+    presets |= {each: presets[fields["like"]] | fields for each, fields in own.items()}
     preset = presets[accelerator.get("type", "cpu")]
     workload = charts.workload(charts.rendered(name))
     hosts = workload["spec"].get("leaderWorkerTemplate", {}).get("size", 1)

@@ -50,9 +50,13 @@ def test_a_misspelt_key_is_refused(path: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"accelerator": {"type": "h101"}}, "accelerator/type"),
+        ({"accelerator": {"type": 100}}, "accelerator/type"),
+        ({"accelerator": {"types": {"new": {"labels": {}}}}}, "labels"),
         ({"model": {"path": "hf://Qwen"}}, "model/path"),
         ({"model": {"path": "llama"}}, "model/path"),
+        ({"model": {"path": "s3://bucket/llama"}}, "model/path"),
+        ({"model": {"path": "./models/llama"}}, "model/path"),
+        ({"model": {"path": "../llama"}}, "model/path"),
         ({"replicas": "two"}, "replicas"),
         ({"image": {"digest": "sha256:abc"}}, "image/digest"),
         ({"settings": {"max_model_len": "long"}}, "settings/max_model_len"),
@@ -74,6 +78,15 @@ KEDA = {"metrics": {"serviceMonitor": {"enabled": True}}}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            {"accelerator": {"type": "h101"}},
+            'accelerator.type is "h101"; it must be a key of accelerator.types or one of a100, ',
+        ),
+        (
+            {"accelerator": {"type": "new", "types": {"new": {"like": "h101"}}}},
+            'accelerator.types.new.like is "h101"; it must be one of a100, ',
+        ),
+        ({"accelerator": {"resource": "nvidia.com/gpu"}}, "accelerator.resource is .* cpu has no"),
         ({"accelerator": {"type": "v5e"}}, r'topology is ""; .* 1x1, 2x2, 2x4, 4x4, 4x8, 8x8'),
         ({"accelerator": {"type": "v5p", "topology": "4x4"}}, "accelerator.topology is"),
         (
@@ -191,6 +204,55 @@ def test_volumes_are_writable_for_a_group_unless_the_cluster_chooses_it(
     objects = charts.render(values)
     pod = charts.templates_of(charts.workload(objects))["server"]
     assert pod["spec"]["securityContext"].get("fsGroup") == group
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-32B", "Qwen/Qwen3-32B@9216db5", "a_b/c.d-e"])
+def test_a_name_of_the_hub_is_downloaded(path: str) -> None:
+    objects = charts.render({"model": {"path": path}})
+    assert objects == charts.render({"model": {"path": f"hf://{path}"}})
+    (pod,) = charts.templates_of(charts.workload(objects)).values()
+    (download,) = pod["spec"]["initContainers"]
+    name, _, revision = path.partition("@")
+    assert download["args"][0] == name
+    assert (f"--revision={revision}" in download["args"]) == bool(revision)
+    assert pod["spec"]["containers"][0]["args"][1] == f"/models/{name}"
+
+
+def test_a_type_of_accelerator_is_like_another_but_for_its_fields() -> None:
+    def pod(accelerator: charts.Object) -> Any:
+        workload = charts.workload(charts.render({"accelerator": accelerator}))
+        return charts.templates_of(workload)["server"]["spec"]
+
+    labels = {"gke": {"cloud.google.com/gke-accelerator": "new"}}
+    own = {"new": {"like": "mi300x", "resource": "example.com/new", "cpu": 3, "nodes": labels}}
+    new = pod({"type": "new", "types": own})
+    assert new["nodeSelector"] == labels["gke"]
+    (container,) = new["containers"]
+    assert container["image"].endswith("-rocm")
+    assert container["resources"]["requests"] == {
+        "example.com/new": "1",
+        "cpu": "3",
+        "memory": "96Gi",
+    }
+    assert [each["key"] for each in new["tolerations"]] == ["example.com/new"]
+    # A type of the chart can be changed, too; the default is any NVIDIA GPU.
+    assert pod({"type": "h100", "types": {"h100": {"like": "h100", "cpu": 3}}})["nodeSelector"]
+    (container,) = pod({"type": "new", "types": {"new": {}}})["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    part = pod({"type": "gpu", "resource": "nvidia.com/mig-3g.40gb"})
+    assert part["containers"][0]["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
+    assert "nodeSelector" not in part
+
+
+def test_every_type_of_accelerator_can_be_installed_and_is_documented() -> None:
+    presets = yaml.safe_load((charts.CHART / "files/accelerators.yaml").read_text())
+    described = (charts.CHART / "values.yaml").read_text().partition("\n  type: cpu")[0]
+    table = (charts.ROOT / "docs" / "deployment.md").read_text()
+    for name, preset in presets.items():
+        topology = {"topology": next(iter(preset["slices"]))} if "slices" in preset else {}
+        charts.render({"accelerator": {"type": name, **topology}})
+        assert re.search(rf"\b{name}\b", described.rpartition("accelerator:")[2])
+        assert f"`{name}`" in table
 
 
 @pytest.mark.parametrize(

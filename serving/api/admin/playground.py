@@ -1,8 +1,12 @@
-"""GET /: a page to try the server (static/), which makes requests only to this server.
+"""GET / and /docs: a page to try the server, and one with its routes.
 
-The page is plain HTML, CSS and JavaScript modules; the files are read once and served from memory.
-The headers allow the page only its own files and this server's API: no inline script or style, no
-other host, no frame around it.
+Both make requests only to this server.
+
+The pages (static/) are plain HTML, CSS and JavaScript modules; the files are read once and served
+from memory. The headers allow a page only its own files and this server's API: no inline script or
+style, no other host, no frame around it. Answers are Markdown, which static/markdown.js turns into
+DOM nodes; the headers refuse any HTML text in place of nodes. static/marked.js is marked from npm
+(MIT).
 """
 
 from __future__ import annotations
@@ -22,16 +26,14 @@ _TYPES = {
 _HEADERS = {
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # browsers ask each time, and get a 304
 }
-_FILES = {
-    "/" if file.name == "index.html" else f"/static/{file.name}": file
-    for file in sorted(_FOLDER.iterdir())
-}
+_PAGES = {"index.html": "/", "docs.html": "/docs"}
+_FILES = {_PAGES.get(file.name, f"/static/{file.name}"): file for file in sorted(_FOLDER.iterdir())}
 
 PATHS = frozenset(_FILES)
 """The paths of the page's files; nothing in them is secret."""

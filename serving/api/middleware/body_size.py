@@ -31,6 +31,10 @@ class BodyLimits:
         wanted, most = ("multipart/form-data", MAX_UPLOAD) if upload else (_JSON, MAX_BODY)
         kind, length = headers.get("content-type", ""), headers.get("content-length", "0")
         empty = length == "0" and "transfer-encoding" not in headers
+        # Without a type it is JSON. Not from web pages: they could reach a server without CORS so.
+        if not (kind or empty or upload or "origin" in headers):
+            kind = _JSON
+            scope = {**scope, "headers": [*scope["headers"], (b"content-type", kind.encode())]}
         if kind.partition(";")[0].strip().lower() != wanted and (kind or not empty):
             message = f"the content type is {kind!r}; send {wanted}"
             await error_response(415, message)(scope, receive, send)

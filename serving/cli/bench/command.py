@@ -1,6 +1,6 @@
 """The flags of `weft bench`.
 
-The other modules of this folder need packages of the `bench` extra, so they are imported late.
+The other modules of this folder import slow libraries, so they are imported late.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from weft.errors import ConfigError
 from weft.serving.cli.options import TopicCommand, option
 
 POSITIVE = click.IntRange(min=1)
@@ -152,9 +151,6 @@ def bench(**options: Any) -> int:
     weft bench --rate 1,2,4,8 --plot latency.png --output figures.json
     weft bench --chat --turns 4 --shared-prefix 500 --url http://127.0.0.1:9000/v1
     """
-    try:
-        from weft.serving.cli.bench.run import main
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"weft bench needs {error.name}: pip install {error.name}") from None
+    from weft.serving.cli.bench.run import main
 
     return main(**options)

@@ -117,7 +117,9 @@ def test_float32_takes_twice_as_much() -> None:
 
 def test_the_table_is_aligned() -> None:
     lines = plan(max_num_seqs=200).render().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["weights", "activations", "KV cache", "left"]
+    assert [line.split("  ")[0] for line in lines] == [
+        *("weights", "activations", "KV cache", "in all"),
+    ]
     assert all(re.fullmatch(r"[ \d.]{6} [KMG]iB", line[12:22]) for line in lines)
     assert "a step of 2048 tokens, 200 requests" in lines[1]
     assert re.search(r"blocks of 32 tokens: [\d,]+ tokens$", lines[2])

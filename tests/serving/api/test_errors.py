@@ -219,12 +219,27 @@ def test_a_zero_character_is_text(http: httpx.Client) -> None:
     assert response.json()["choices"][0]["text"].startswith("a\x00b")
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_another_content_type(http: httpx.Client, kind: str) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"origin": "https://evil.example"},  # a page can send a body without a type to any server
+    ],
+    ids=str,
+)
+def test_another_content_type(http: httpx.Client, headers: dict[str, str]) -> None:
     body = json.dumps(COMPLETION).encode()
-    headers = {"content-type": kind} if kind else {}
     error = failure(http.post("/v1/completions", content=body, headers=headers), 415)
     assert "application/json" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_without_a_content_type_is_json(http: httpx.Client, path: str) -> None:
+    body = json.dumps({"model": COMPLETION["model"], "prompt": "one"}).encode()
+    assert http.post(path, content=body).status_code == 200
+    error = failure(http.post(path, content=b"no json"))
+    assert "JSON" in error["message"]
 
 
 def test_a_charset_is_fine(http: httpx.Client) -> None:

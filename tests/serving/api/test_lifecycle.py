@@ -243,15 +243,17 @@ def wait_until_handled(pid: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("signals", "status"), [(1, 0), (2, 1)])
-def test_a_signal_while_http_is_imported_ends_it(tmp_path: Path, signals: int, status: int) -> None:
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_while_http_is_imported_ends_it(tmp_path: Path, signals: int) -> None:
     with before_http(tmp_path, "support.server:load_when_told") as (process, engine):
         for _ in range(signals):
             process.send_signal(signal.SIGTERM)
             wait_until_handled(process.pid)  # else they would be one
         _, log = process.communicate("go\n", timeout=60)
-        assert process.returncode == status
-        assert FIRST_LINE.fullmatch(log)
+        assert process.returncode == 0
+        first, *rest = log.splitlines(keepends=True)
+        assert FIRST_LINE.fullmatch(first)
+        assert rest == ["weft ends at once, by a second signal\n"] * (signals - 1)
         engine.wait(timeout=60)
 
 
@@ -367,6 +369,34 @@ def test_a_second_signal_does_not_wait(own: Server) -> None:
     own.process.send_signal(signal.SIGTERM)
     assert own.process.wait(timeout=60) == 1
     assert b'"error"' in read_all(connection)
+    said = "weft ends at once, by a second signal; 1 under way are cut off"
+    assert said in own.log.read_text().splitlines()
+
+
+def test_a_second_signal_that_cuts_nothing_off_is_no_failure(own: Server) -> None:
+    own.process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(httpx.HTTPError):
+        while own.http.get("/ready").status_code != 503:
+            time.sleep(0.01)
+    own.process.send_signal(signal.SIGTERM)
+    # Python handles no more signals when it has left the event loop.
+    assert own.process.wait(timeout=60) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_the_throughput_is_logged_while_there_is_work(tmp_path: Path, logged: bool) -> None:
+    with start_mock(tmp_path, log_stats=logged) as server:
+        connection = server.ask(LONG)
+        line = re.compile(
+            r"throughput_log: \d+\.\d prompt and (\d+\.\d) output tokens/s; 1 running, 0 waiting; "
+            r"KV cache \d+% in use, prefix cache hit rate 0%"
+        )
+        while server.metric("generation_tokens_total") < 3000:
+            time.sleep(0.1)
+        found = line.findall(server.log.read_text())
+        assert bool(found) == logged
+        assert all(float(rate) > 0 for rate in found)
+        connection.close()
 
 
 @pytest.mark.parametrize(

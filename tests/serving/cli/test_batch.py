@@ -24,6 +24,7 @@ from weft.serving.api import local
 from weft.serving.api.app import row_app
 from weft.serving.api.local import LocalApi
 from weft.serving.api.state import ServerState
+from weft.serving.batch.job import ALIKE, RowsFailAlike
 from weft.serving.cli.batch import run
 from weft.serving.config.settings import EngineConfig, ServerConfig
 
@@ -169,6 +170,42 @@ def test_status_1_if_every_row_failed(
     assert len(read(output)) == 2
     source.write_text('{"prompt": 3}\n{"prompt": "a", "max_tokens": 1}\n')
     assert run(engine_config, ServerConfig(), [source], output, overwrite=True) == 0
+
+
+def test_a_run_ends_if_its_first_rows_all_fail_alike(
+    engine_config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = json.dumps({"prompt": "one", "max_tokens": 1})
+    bad = [json.dumps({"prompt": "one", "max_tokens": -1 - row}) for row in range(ALIKE)]
+    later = ["not json"] * 10 * ALIKE
+    source.write_text("\n".join([*bad, good, *later]))
+    with pytest.raises(RowsFailAlike, match="100 rows all failed alike: max_tokens is -"):
+        run(engine_config, ServerConfig(), [source], output)
+    assert "rows are done; to continue, run the same command with --resume" in (
+        capsys.readouterr().err
+    )
+    done = read(output)
+    assert set(range(ALIKE)) <= set(done) < set(range(len(bad) + 1 + len(later)))
+    # To resume is to accept the errors.
+    assert run(engine_config, ServerConfig(), [source], output, resume=True) == 0
+    lines = read(output)
+    assert len(lines) == len(bad) + 1 + len(later)
+    assert [row for row, line in lines.items() if error_of(line) is None] == [ALIKE]
+
+
+@pytest.mark.parametrize("place", [0, 57, ALIKE - 1])
+@pytest.mark.parametrize("odd", [{"prompt": "one", "max_tokens": 1}, {"prompt": "one", "n": -1}])
+def test_a_run_goes_on_if_one_of_its_first_rows_differs(
+    engine_config: EngineConfig, tmp_path: Path, place: int, odd: dict[str, Any]
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = ["not json"] * 2 * ALIKE
+    lines[place] = json.dumps(odd)
+    lines[-1] = json.dumps({"prompt": "one", "max_tokens": 1})
+    source.write_text("\n".join(lines))
+    assert run(engine_config, ServerConfig(), [source], output) == 0
+    assert len(read(output)) == len(lines)
 
 
 def test_an_output_is_not_overwritten_by_accident(source: Path, tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.checkpoints import make_checkpoint
+from support.server import start_server
+from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError
 from weft.serving.cli.doctor import Finding, devices, examine, examine_others, run
@@ -53,6 +56,18 @@ def test_a_port_in_use_fails(checkpoint: Path, capsys: pytest.CaptureFixture[str
     assert findings["port"]["status"] == "fail"
     assert str(port) in findings["port"]["seen"]
     assert "--port" in findings["port"]["advice"]
+
+
+def test_a_port_where_weft_answers_is_fine(checkpoint: Path, tmp_path: Path) -> None:
+    model = write_byte_level(tmp_path / "mock")
+    config = EngineConfig(model=str(checkpoint))
+    settings: dict[str, Any]
+    for settings in ({}, {"api_key": "sk-0123456789abcdef"}):
+        with start_server(model, tmp_path, loader="support.mock_runner:load", **settings) as server:
+            port = int(server.url.rpartition(":")[2])
+            finding = found(config, ServerConfig(port=port))["port"]
+        assert finding.status == "ok"
+        assert finding.seen.endswith("a weft server already answers there; its engine is ready")
 
 
 def test_more_ranks_than_cores_are_slow(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_the_first_of_several_shows_what_each_takes(
     for share in share_out(config, [own_inventory(config)]):
         loaded = load_model(share, lambda done, total: None)
         loaded.runner.close()
-    assert caplog.text.count("memory of each of 2 engine cores") == 1
+    assert caplog.text.count("memory of each of 2 engine cores: KV cache ") == 1
     assert "of the 102.4 MiB that weft may take" in caplog.text
 
 

@@ -1,6 +1,7 @@
 // One answer in the conversation: what has come of it, and what can be done with it.
 
 import { copyButton, make } from "./dom.js";
+import { Markdown } from "./markdown.js";
 import { TokenList } from "./tokens.js";
 
 const ENDS = {
@@ -18,16 +19,21 @@ const pretty = (text) => {
   }
 };
 
+/** A fact with the dot before the next one: lines break between facts only. */
+const fact = (text, i, { length }) => make("span", { text: text + (i < length - 1 ? " · " : "") });
+
 export class Answer {
-  /** `body` is the request; `onRequest` shows it. */
-  constructor(body, onRequest) {
+  /** `look` says how it is shown: as tokens, as Markdown, as JSON. `onRequest` shows its request. */
+  constructor(look, onRequest) {
     this.content = "";
+    this.reasoning = "";
     this.undrawn = { text: "", tokens: [] };
     this.calls = [];
     this.began = performance.now();
-    this.tokens = body.logprobs ? new TokenList() : null;
-    this.wantsJson = body.response_format && body.response_format.type !== "text";
-    this.text = this.tokens?.element ?? make("p", { class: "text" });
+    this.tokens = look.tokens ? new TokenList() : null;
+    this.markdown = look.markdown && !look.tokens && !look.json ? new Markdown() : null;
+    this.wantsJson = look.json;
+    this.text = (this.tokens ?? this.markdown)?.element ?? make("p", { class: "text" });
     this.note = make("p", { class: "note" });
     this.element = make(
       "article",
@@ -37,6 +43,17 @@ export class Answer {
     );
     this.note.append(make("span", { class: "wait", text: "Waiting for the first token" }));
     this.showRequest = make("button", { type: "button", class: "small", text: "curl", onclick: onRequest });
+  }
+
+  /** An answer of before, from its `entry`. */
+  static of({ message, reasoning, facts }, look, onRequest) {
+    const answer = new Answer(look, onRequest);
+    answer.content = answer.undrawn.text = message.content ?? "";
+    answer.facts = facts;
+    if (reasoning) answer.think(reasoning);
+    message.tool_calls?.forEach((call, index) => answer.call({ index, ...call }));
+    answer.finish();
+    return answer;
   }
 
   /** Take in an event of the stream. */
@@ -60,6 +77,7 @@ export class Answer {
   draw() {
     const { text, tokens } = this.undrawn;
     if (this.tokens) this.tokens.add(tokens);
+    else if (text && this.markdown) this.markdown.add(text);
     else if (text) this.text.append(text);
     this.undrawn = { text: "", tokens: [] };
   }
@@ -77,6 +95,7 @@ export class Answer {
       const summary = make("summary", { text: "Reasoning" });
       this.element.prepend(make("details", { class: "reasoning" }, summary, this.thoughts));
     }
+    this.reasoning += text;
     this.thoughts.append(text);
   }
 
@@ -102,10 +121,11 @@ export class Answer {
     this.draw();
     this.text.normalize();
     this.tokens?.finish(this.content);
+    this.markdown?.finish();
     for (const call of this.calls) call.shown.textContent = pretty(call.arguments);
     if (!this.text.childNodes.length) this.text.remove();
-    const facts = [how ?? ENDS[this.reason] ?? this.reason, ...this.figures()].filter(Boolean);
-    this.note.replaceChildren(make("span", { text: facts.join(" · ") }));
+    this.facts ??= [how ?? ENDS[this.reason] ?? this.reason, ...this.figures()].filter(Boolean);
+    this.note.replaceChildren(make("span", { class: "facts" }, ...this.facts.map(fact)));
     if (this.content) this.note.append(copyButton(() => this.content));
     this.note.append(this.showRequest);
   }
@@ -130,6 +150,11 @@ export class Answer {
     } catch {
       return false;
     }
+  }
+
+  /** All that is kept of it, for `of`. */
+  get entry() {
+    return { message: this.message, reasoning: this.reasoning, facts: this.facts };
   }
 
   /** As a turn of the conversation that goes on. */

@@ -6,18 +6,61 @@ import { announce, find, make } from "./dom.js";
 import * as settings from "./settings.js";
 
 const PATH = "v1/chat/completions";
+const STORE = "weft-conversation"; // in this tab's storage
 
 let model = "";
-let turns = []; // messages as the API takes them
+let turns = []; // { message, as the API takes it; of answers: reasoning, facts, model }
 let running = null; // AbortController of the answer under way
+let partial = () => []; // turns that are not in `turns` yet, for there is no whole answer
 
 export function setModel(name) {
   model = name;
+  find("examples").hidden = !name.startsWith("weft-demo"); // they are questions that it can answer
 }
 
-function body(messages) {
+/** Keep the conversation as long as the tab, so that it is there after a reload. */
+function keep() {
+  try {
+    sessionStorage.setItem(STORE, JSON.stringify([...turns, ...partial()]));
+  } catch (error) {
+    if (error.name !== "QuotaExceededError") throw error;
+    sessionStorage.removeItem(STORE);
+  }
+}
+
+/** Show the conversation that this tab had before. */
+export function restore() {
+  turns = JSON.parse(sessionStorage.getItem(STORE) ?? "[]");
+  turns.forEach((turn, i) => {
+    const { role, content } = turn.message;
+    if (role === "user") append(question(content));
+    if (role === "assistant") showOld(turn, turns.slice(0, i));
+  });
+  addEventListener("pagehide", keep);
+}
+
+function showOld(turn, before) {
+  showModel(turn.model, before);
+  const request = () => body(before.map(({ message }) => message), turn.model);
+  const answer = Answer.of(turn, { markdown: true }, () => showRequest(request()));
+  append(answer.element);
+  if (!answer.calls.length) return;
+  const said = turns.slice(before.length + 1).filter(({ message }) => message.role === "tool");
+  append(results(answer, said.slice(0, answer.calls.length)));
+}
+
+/** Say that from here on another model answers, if it does. */
+function showModel(name, before) {
+  const last = before.findLast(({ message }) => message.role === "assistant");
+  if (last && last.model !== name) append(make("p", { class: "divider", text: name }));
+}
+
+const question = (text) =>
+  make("article", { class: "question", "aria-label": "You" }, make("p", { text }));
+
+function body(messages, of = model) {
   return {
-    model,
+    model: of,
     messages: [...settings.systemMessages(), ...messages],
     stream: true,
     stream_options: { include_usage: true },
@@ -33,12 +76,25 @@ function append(element) {
   log.scrollTop = log.scrollHeight;
 }
 
+let atEnd = true; // whether the reader sees the end of the conversation
+
 /** Change what is shown, and stay at the end if the reader is there. */
 function update(change) {
   const log = find("conversation");
-  const rest = log.scrollHeight - log.scrollTop - log.clientHeight;
+  atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 120;
   change();
-  if (rest < 120) log.scrollTop = log.scrollHeight;
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+/** Stay at the end, too, when a panel opens or the window changes. */
+export function followSize() {
+  const log = find("conversation");
+  log.addEventListener("scroll", () => {
+    atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 120;
+  });
+  new ResizeObserver(() => {
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  }).observe(log);
 }
 
 let frame = 0;
@@ -55,8 +111,8 @@ function drawSoon(answer) {
 export async function send(openSettings) {
   const text = find("message").value.trim();
   if (!text || running) return;
-  const turn = { role: "user", content: text };
-  const request = body([...turns, turn]);
+  const turn = { message: { role: "user", content: text } };
+  const request = body([...turns, turn].map(({ message }) => message));
   const wrong = settings.wrong();
   if (wrong) {
     openSettings();
@@ -65,16 +121,23 @@ export async function send(openSettings) {
     return;
   }
   find("message").value = "";
-  const shown = make("article", { class: "question", "aria-label": "You" }, make("p", { text }));
-  append(shown);
+  append(question(text));
   const good = await ask(request, [turn]);
   if (!good && !find("message").value) find("message").value = text;
 }
 
 /** Send a request whose last messages are new; they stay if there is an answer, or a part. */
 async function ask(request, news) {
-  const answer = new Answer(request, () => showRequest(request));
+  const look = {
+    tokens: Boolean(request.logprobs),
+    json: Boolean(request.response_format),
+    markdown: find("markdown").checked,
+  };
+  showModel(request.model, turns);
+  const answer = new Answer(look, () => showRequest(request));
   append(answer.element);
+  const entry = () => ({ ...answer.entry, model: request.model });
+  partial = () => (answer.content ? [...news, entry()] : news);
   running = new AbortController();
   busy(true);
   let how;
@@ -97,9 +160,11 @@ async function ask(request, news) {
   }
   const kept = Boolean(answer.content || answer.calls.length);
   if (kept && !(answer.calls.length && (failure || how))) {
-    turns.push(...news, answer.message);
-    if (answer.calls.length) append(results(answer));
+    turns.push(...news, entry());
+    if (answer.calls.length) append(results(answer, []));
   }
+  partial = () => [];
+  keep();
   if (failure) {
     if (!kept) answer.element.remove();
     append(complaint(failure, request));
@@ -138,11 +203,12 @@ function complaint(error, request) {
   return element;
 }
 
-/** A form for what the tools say, which is the next turn. */
-function results(answer) {
+/** A form for what the tools say, which is the next turn; `said` are the turns if they have. */
+function results(answer, said) {
   const form = make("form", { class: "results", "aria-label": "Results of the tools" });
-  const fields = answer.calls.map((call) => {
+  const fields = answer.calls.map((call, i) => {
     const field = make("textarea", { class: "code", rows: "2", spellcheck: "false" });
+    field.value = said[i]?.message.content ?? "";
     form.append(make("label", {}, `What ${call.name} returns`, field));
     return field;
   });
@@ -151,22 +217,21 @@ function results(answer) {
     event.preventDefault();
     if (running) return;
     const news = answer.calls.map((call, i) => ({
-      role: "tool",
-      tool_call_id: call.id,
-      content: fields[i].value,
+      message: { role: "tool", tool_call_id: call.id, content: fields[i].value },
     }));
-    const request = body([...turns, ...news]);
-    if (await ask(request, news)) {
-      for (const part of form.elements) part.disabled = true;
-    }
+    const request = body([...turns, ...news].map(({ message }) => message));
+    if (await ask(request, news)) close();
   });
+  const close = () => [...form.elements].forEach((part) => (part.disabled = true));
+  if (said.length) close();
   return form;
 }
 
 /** The request that the composer would send now. */
 export function showNext() {
   const content = find("message").value.trim() || "Hello!";
-  showRequest(body([...turns, { role: "user", content }]));
+  const messages = turns.map(({ message }) => message);
+  showRequest(body([...messages, { role: "user", content }]));
 }
 
 function showRequest(request) {
@@ -178,6 +243,7 @@ function showRequest(request) {
 export function clear() {
   stop();
   turns = [];
+  keep();
   for (const child of [...find("conversation").children]) {
     if (child.id !== "welcome") child.remove();
   }

@@ -50,6 +50,8 @@ function showTheme() {
 
 function start() {
   settings.start(greet);
+  chat.followSize();
+  chat.restore();
   for (const button of document.querySelectorAll("[data-panel]")) {
     const { panel } = button.dataset;
     button.addEventListener("click", () => open(panel, find(panel).hidden));

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Locator, Page, Route, expect, sync_playwright
+from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
 
@@ -42,6 +43,14 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("chatty")
     model = write_byte_level(path / "mock")
     with start_server(model, path, loader=CHATTY_MOCK, max_model_len=16384) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its answer is the question."""
+    path = tmp_path_factory.mktemp("echoing")
+    with start_server(write_echo(path / "echo"), path, loader=LOADER) as server:
         yield server
 
 
@@ -99,6 +108,7 @@ def test_an_answer_is_what_the_api_says(page: Page, chatty: Server) -> None:
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Top p").fill("0.9")
     page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Show Markdown").uncheck()
     body = ask(page, "Hello!\nWho are you?")
     answered(page)
     assert body["max_tokens"] == 30
@@ -122,6 +132,7 @@ def test_an_answer_is_what_the_api_says(page: Page, chatty: Server) -> None:
 
 
 def test_an_answer_streams_in_and_can_be_stopped(page: Page, chatty: Server) -> None:
+    page.get_by_label("Show Markdown").uncheck()
     ask(page, "Hello!")
     answer = page.locator(".answer")
     expect(answer.locator(".text")).to_have_text(re.compile("."))
@@ -315,7 +326,7 @@ def test_by_keyboard_alone(page: Page) -> None:
             page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.innerText")
         )
     assert names == ["New chat", "Settings", "Engine", "Dark theme"]
-    for _ in range(5):  # the conversation, and three examples
+    for _ in range(2):  # the conversation; this model has no examples
         page.keyboard.press("Tab")
     expect(page.get_by_label("Message")).to_be_focused()
     page.keyboard.type("Hello!")
@@ -426,3 +437,370 @@ def test_on_a_phone(browser: Browser, chatty: Server) -> None:
         answered(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         check_axe(page)
+
+
+def test_the_routes_have_a_page(browser: Browser, chatty: Server) -> None:
+    document = chatty.http.get("/openapi.json").json()
+    complaints: list[str] = []
+    hosts: set[str] = set()
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+        page.goto(f"{chatty.url}/docs")
+        expect(page.locator("#version")).to_have_text(document["info"]["version"])
+        routes = [
+            f"{method.upper()} {path}"
+            for path, methods in document["paths"].items()
+            for method in methods
+        ]
+        expect(page.locator("summary code")).to_have_text(routes)
+        page.get_by_text("POST /v1/chat/completions", exact=True).click()
+        row = page.get_by_role("row", name="temperature")
+        expect(row.locator("visible=true")).not_to_have_count(0)
+        expect(
+            page.get_by_role("row", name=re.compile("^messages list .*required"))
+        ).to_be_visible()
+        check_axe(page)
+    assert hosts == {urlsplit(chatty.url).netloc}
+    assert complaints == []
+
+
+def test_the_page_of_routes_asks_for_a_key(browser: Browser, tmp_path: Path) -> None:
+    model = write_byte_level(tmp_path / "mock")
+    with (
+        start_server(model, tmp_path, loader=CHATTY_MOCK, api_key="open-sesame") as server,
+        browser.new_context() as context,
+    ):
+        page = context.new_page()
+        page.goto(f"{server.url}/docs")
+        expect(page.get_by_role("alert")).to_contain_text("API key")
+
+
+def said(page: Page, text: str) -> Locator:
+    """Have the model say a text; returns what the page makes of it."""
+    ask(page, text)
+    answered(page)
+    return page.locator(".answer .text").last
+
+
+MARKDOWN = """# Title
+
+A **bold** and *slanted* word, ~~gone~~, `code <b>`, &lt;tag&gt; and \\*stars\\*.
+A second line.
+
+1. one
+2. two
+   - inner
+   - [x] done
+
+> quoted
+
+```python
+def f(a):
+    return a < 1
+```
+
+| a | b |
+| --- | ---: |
+| 1<br>2 | `3` |
+
+---
+
+[weft](https://example.com/a?b=1&c=2), <https://example.org>, [ref][r] ![pic](https://example.com/p.png)
+
+[r]: https://example.net
+"""
+
+
+def test_markdown_is_shown(browser: Browser, echoing: Server) -> None:
+    with visit(browser, echoing) as page:
+        text = said(page, MARKDOWN)
+        expect(text.get_by_role("heading", name="Title")).to_be_visible()
+        for tag, shown in (
+            *(("strong", "bold"), ("em", "slanted"), ("del", "gone"), ("p > code", "code <b>")),
+            *(("blockquote", "quoted"), ("ol > li > ul > li >> nth=0", "inner")),
+            *(("th >> nth=1", "b"), ("td >> nth=1", "3")),
+        ):
+            expect(text.locator(tag)).to_have_text(shown)
+        expect(text.locator("p").first).to_contain_text("<tag> and *stars*.")
+        expect(text.locator("p").first.locator("br")).to_have_count(1)
+        expect(text.locator("td br")).to_have_count(1)
+        expect(text.locator("hr")).to_have_count(1)
+        block = text.locator(".block")
+        assert block.locator("code").text_content() == "def f(a):\n    return a < 1"
+        expect(block.locator(".bar span")).to_have_text("python")
+        links = text.get_by_role("link")
+        addresses = [each.get_attribute("href") for each in links.all()]
+        assert addresses == [
+            "https://example.com/a?b=1&c=2",
+            "https://example.org/",
+            "https://example.net/",
+            "https://example.com/p.png",
+        ]
+        for link in links.all():
+            assert link.get_attribute("rel") == "noopener noreferrer"
+            assert link.get_attribute("target") == "_blank"
+        check_axe(page)
+
+
+def test_code_can_be_copied(browser: Browser, echoing: Server) -> None:
+    permissions = ["clipboard-read", "clipboard-write"]
+    with visit(browser, echoing, permissions=permissions) as page:
+        text = said(page, "Look:\n\n```\na < b\n\n  c\n```")
+        text.get_by_role("button", name="Copy").click()
+        expect(text.get_by_role("button", name="Copied")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == "a < b\n\n  c"
+
+
+HOSTILE = [
+    "<img src=x onerror=hacked=1>",
+    "a <img src=x onerror='hacked=1'> b",
+    "<script>hacked=1</script>",
+    "<svg/onload=hacked=1>",
+    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe>",
+    "<a href='javascript:hacked=1'>x</a>",
+    "<style>body{display:none}</style>",
+    "<form action=//evil.example><button>x</button></form>",
+    "[x](javascript:hacked=1)",
+    "[x](JaVaScRiPt:hacked=1)",
+    "[x](&#106;avascript:hacked=1)",
+    "[x](java\tscript:hacked=1)",
+    "[x](<javascript:hacked=1>)",
+    "[x]( data:text/html,<script>hacked=1</script>)",
+    "[x](vbscript:hacked=1)",
+    "[x](file:///etc/passwd)",
+    "[x](//evil.example)",
+    "[x](/v1/models)",
+    "<javascript:hacked=1>",
+    "![x](javascript:hacked=1)",
+    "![x](x' onerror='hacked=1)",
+    "[a][b]\n\n[b]: javascript:hacked=1",
+    "`<img src=x onerror=hacked=1>`",
+    "```<img src=x onerror=hacked=1>\n</code><img src=x onerror=hacked=1>\n```",
+    "| <img src=x onerror=hacked=1> |\n| --- |\n| <script>hacked=1</script> |",
+    "# <img src=x onerror=hacked=1>",
+    "&lt;img src=x onerror=hacked=1&gt;",
+    "[<img src=x onerror=hacked=1>](https://example.com/?<img src=x onerror=hacked=1>)",
+    "[x](https://example.com 'a\" onmouseover=hacked=1 b')",
+    "<!--><img src=x onerror=hacked=1>-->",
+    "<x onclick=hacked=1 style=position:fixed;inset:0>x</x>",
+]
+ALLOWED = {
+    *("p", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "hr", "div"),
+    *("strong", "em", "del", "code", "br", "a", "span", "button"),
+    *("table", "thead", "tbody", "tr", "th", "td"),
+}
+FOUND = """(element) => [...element.querySelectorAll("*")].map((each) => [
+  each.localName, each.getAttributeNames(), each.getAttribute("href"),
+])"""
+
+
+def test_nothing_that_a_model_says_runs_or_leads_astray(browser: Browser, echoing: Server) -> None:
+    with visit(browser, echoing) as page:
+        for attack in HOSTILE:
+            text = said(page, attack)
+            for name, attributes, address in text.evaluate(FOUND):
+                assert name in ALLOWED, attack
+                assert not [each for each in attributes if each.startswith("on")], attack
+                assert address is None or address.startswith("https://example.com/"), attack
+        assert page.evaluate("typeof hacked") == "undefined"
+        expect(page.locator(".answer")).to_have_count(len(HOSTILE))
+        # The reader sees the text that the model wrote.
+        expect(page.locator(".answer .text").first).to_have_text(HOSTILE[0])
+
+
+def test_a_page_cannot_make_nodes_of_html(browser: Browser, echoing: Server) -> None:
+    """The last line of defence: the browser refuses it, whatever a script of the page does."""
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(echoing.url)
+        with pytest.raises(Error, match="TrustedHTML"):
+            page.evaluate("() => { document.body.innerHTML = '<b>x</b>'; }")
+
+
+# Feeds a text in pieces of every kind to the page's renderer; returns pieces with another result.
+EVERY_CUT = """async (text) => {
+  const { Markdown } = await import("/static/markdown.js");
+  const whole = new Markdown();
+  whole.add(text);
+  whole.finish();
+  const wrong = [];
+  for (let size = 1; size <= 24; size += 1) {
+    const cut = new Markdown();
+    for (let i = 0; i < text.length; i += size) cut.add(text.slice(i, i + size));
+    cut.finish();
+    const shown = cut.element.innerHTML;
+    if (shown !== whole.element.innerHTML) wrong.push([size, shown]);
+  }
+  return wrong;
+}"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MARKDOWN,
+        "para\n#x\n\n- a\n\n  b\n- c\n\n\nend",
+        "a|b\n-|-\n1|2\n\n    code\n\n    more\n\ntext\n===\n",
+        "```\nopen\n\n# no heading\n",
+        "\r\none\r\ntwo\r\n\r\n* a\r\n* b\r\n",
+        "> a\n> b\nlazy\n\n> c\n\n<div>\n**x**\n</div>\n\nend",
+    ],
+)
+def test_a_streamed_text_ends_as_the_whole_one(page: Page, text: str) -> None:
+    assert page.evaluate(EVERY_CUT, text) == []
+
+
+STABLE = """async () => {
+  const { Markdown } = await import("/static/markdown.js");
+  const shown = new Markdown();
+  shown.add("# Title\\n\\nA paragraph.\\n\\n```js\\nlet a;\\n");
+  const before = [...shown.element.children];
+  const code = shown.element.querySelector("code");
+  for (let i = 0; i < 50; i += 1) shown.add(`let a${i};\\n`);
+  shown.add("```\\n\\nend");
+  shown.finish();
+  return before.every((each, i) => each === shown.element.children[i]) &&
+    code === shown.element.querySelector("code") && code.textContent.endsWith("let a49;");
+}"""
+
+
+def test_what_is_shown_stays_while_more_comes(page: Page) -> None:
+    assert page.evaluate(STABLE.replace("\\\\", "\\"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(">" * 20_000, "- " * 5_000, "[" * 20_000, "*a_ " * 5_000, "`" * 20_000),
+        *("<a" * 10_000, "| a " * 5_000, "x" * 400_000),
+    ],
+    ids=lambda text: text[:4],
+)
+def test_texts_made_to_be_slow_are_shown_soon(page: Page, text: str) -> None:
+    show = """async (text) => {
+      const { Markdown } = await import("/static/markdown.js");
+      const shown = new Markdown();
+      shown.add(text);
+      document.body.append(shown.element);
+      return shown.element.childElementCount;
+    }"""
+    assert page.evaluate(show, text) > 0
+    page.evaluate("new Promise(requestAnimationFrame)")
+
+
+def test_a_conversation_outlives_a_reload(browser: Browser, echoing: Server) -> None:
+    with visit(browser, echoing) as page:
+        said(page, "**one**")
+        said(page, "two")
+        page.reload()
+        expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator(".question p")).to_have_text(["**one**", "two"])
+        expect(page.locator(".answer .text strong")).to_have_text("one")
+        expect(page.locator(".answer .note").first).to_contain_text("first token")
+        expect(page.locator("#welcome")).to_be_hidden()
+        turns = ask(page, "three")["messages"]
+        assert [turn["content"] for turn in turns] == ["**one**", "**one**", "two", "two", "three"]
+        answered(page)
+        page.get_by_role("button", name="New chat").click()
+        page.reload()
+        expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator("#welcome")).to_be_visible()
+        expect(page.locator("article")).to_have_count(0)
+
+
+def test_a_reload_in_the_middle_of_an_answer_keeps_its_part(page: Page, chatty: Server) -> None:
+    page.get_by_label("Show Markdown").uncheck()
+    ask(page, "Hello!")
+    expect(page.locator(".answer .text")).to_have_text(re.compile("."))
+    page.reload()
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator(".question p")).to_have_text("Hello!")
+    expect(page.locator(".answer .text")).to_have_text(re.compile("."))
+    chatty.wait_until("requests_running", 0)
+
+
+def test_calls_of_tools_outlive_a_reload(page: Page) -> None:
+    def call(route: Route) -> None:
+        route.fulfill(content_type="text/event-stream", body=call_events())
+
+    page.route("**/v1/chat/completions", call)
+    ask(page, "Weather?")
+    page.get_by_label("What get_weather returns").fill("Rain")
+    with page.expect_request("**/v1/chat/completions"):
+        page.get_by_role("button", name="Send results").click()
+    expect(page.locator(".call")).to_have_count(2)
+    page.reload()
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator(".call")).to_have_count(2)
+    results = page.get_by_label("What get_weather returns")
+    expect(results.nth(0)).to_have_value("Rain")
+    expect(results.nth(0)).to_be_disabled()
+    expect(results.nth(1)).to_be_enabled()
+
+
+def test_models_are_told_apart(browser: Browser, echoing: Server) -> None:
+    def models(route: Route) -> None:
+        route.fulfill(json={"object": "list", "data": [{"id": "weft-demo", "object": "model"}]})
+
+    with visit(browser, echoing) as page:
+        expect(page.locator("#model")).to_have_text("echo")
+        expect(page.locator("#examples")).to_be_hidden()
+        said(page, "one")
+        page.route("**/v1/models", models)
+        page.reload()
+        expect(page.locator("#model")).to_have_text("weft-demo")
+        expect(page).to_have_title("weft-demo · weft")
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(content_type="text/event-stream", body=call_events()),
+        )
+        ask(page, "two")
+        expect(page.locator(".divider")).to_have_text("weft-demo")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator("#examples")).to_be_visible()
+
+
+PHONE = {"viewport": {"width": 360, "height": 740}}
+
+
+def test_a_phone_has_one_row_of_each(browser: Browser, echoing: Server) -> None:
+    with visit(browser, echoing, **PHONE) as page:
+        said(page, "hello there " * 20)
+        heights = """() => [".top", ".answer .facts"].map(
+            (each) => document.querySelector(each).getBoundingClientRect().height)"""
+        top, facts = page.evaluate(heights)
+        assert top < 60
+        assert facts < 24
+        for name in ("New chat", "Settings", "Engine"):
+            expect(page.get_by_role("button", name=name)).to_be_in_viewport(ratio=1)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        check_axe(page)
+
+
+@pytest.mark.parametrize("size", [{"width": 1280, "height": 860}, PHONE["viewport"]], ids=str)
+def test_the_newest_answer_stays_in_view(
+    browser: Browser, echoing: Server, size: dict[str, int]
+) -> None:
+    with visit(browser, echoing, viewport=size) as page:
+        for number in range(6):
+            said(page, f"answer {number}\n\n" + "line\n\n" * 6 + "the end")
+        for name in ("Engine", "Table") if size["width"] < 900 else ("Table", "Engine", "Engine"):
+            page.get_by_role("button", name=name, exact=True).click()
+            expect(page.locator(".answer .note").last).to_be_in_viewport()
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_the_wait_for_the_first_token_moves_unless_motion_is_unwanted(
+    browser: Browser, chatty: Server, motion: Any
+) -> None:
+    with visit(browser, chatty, reduced_motion=motion) as page:
+        page.route("**/v1/chat/completions", lambda route: None)  # never answered
+        page.get_by_label("Message").fill("Hello!")
+        page.keyboard.press("Enter")
+        expect(page.locator(".wait")).to_be_visible()
+        animation = page.locator(".wait").evaluate(
+            "(each) => getComputedStyle(each, '::after').animationName"
+        )
+        assert (animation != "none") == (motion == "no-preference")

@@ -71,7 +71,9 @@ def test_several_engines_have_devices_of_their_own(
         assert len(psutil.Process(server.process.pid).children()) == 2
         assert [complete(server), complete(server)] == [expected, expected]
         log = server.log.read_text()
-    assert log.count("memory of each of 2 engine cores (cpu)") == log.count("compiled") == 1
+    assert (
+        log.count("memory of each of 2 engine cores (cpu): KV cache ") == log.count("compiled") == 1
+    )
 
 
 @pytest.mark.slow
