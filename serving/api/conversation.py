@@ -23,8 +23,8 @@ class Conversation:
         tools: functions for the model; subclasses' further fields are ignored.
         tool_choice: whether the model may or must call a tool, or the one tool to call.
         parallel: the model may call several tools at once.
-        to_answer: end the prompt with the beginning of the assistant's turn.
         continued: the answer continues the last message, which is the assistant's.
+        to_answer: end the prompt with the beginning of the assistant's turn.
         template_arguments: more variables for the chat template (`chat_template_kwargs`).
         thinking: the thought that the request asks for.
 
@@ -37,8 +37,8 @@ class Conversation:
     tools: Sequence[Function] = ()
     tool_choice: ToolMode | FunctionName = "auto"
     parallel: bool = True
-    to_answer: bool = True
     continued: bool = False
+    to_answer: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     thinking: Thinking = UNASKED
 

@@ -18,6 +18,8 @@ BatchStatus = Literal[
     "cancelled",
     "expired",
 ]
+MIN_EXPIRY, MAX_EXPIRY = 3600, 30 * 24 * 3600
+"""Seconds after which files may be removed, as in OpenAI's API."""
 LIVE: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 Purpose = Literal["batch", "batch_output"]
 
@@ -32,14 +34,22 @@ def now() -> int:
     return int(time.time())
 
 
+class ExpiresAfter(Struct):
+    """When a file is removed: this many seconds after it was created."""
+
+    seconds: int
+    anchor: Literal["created_at"] = "created_at"
+
+
 class FileObject(Struct):
-    """An uploaded file, or the output of a batch."""
+    """An uploaded file, or the output of a batch; `expires_at` in seconds since 1970."""
 
     id: str
     bytes: int
     filename: str
     purpose: Purpose
     created_at: int
+    expires_at: int | UnsetType = UNSET
     object: Literal["file"] = "file"
     status: Literal["processed"] = "processed"
 
@@ -99,6 +109,7 @@ class BatchObject(Struct):
     object: Literal["batch"] = "batch"
     request_counts: RequestCounts = field(default_factory=RequestCounts)
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | UnsetType = UNSET
     errors: BatchErrors | UnsetType = UNSET
     output_file_id: str | UnsetType = UNSET
     error_file_id: str | UnsetType = UNSET

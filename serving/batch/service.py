@@ -144,7 +144,7 @@ class BatchService:
         """Cancel a batch; answers so far stay.
 
         Raises:
-            RequestError: 404, the owner has no such batch; 409, it has ended.
+            RequestError: 404, the owner has no such batch; 409, it has ended or was cancelled.
             DiskError: the disk is full.
         """
         batch = await asyncio.to_thread(lambda: self.store.change(id, _cancelling, owner))
@@ -191,6 +191,7 @@ class BatchService:
         """Work on the next batch; return whether there was one."""
         if self._folder is None and self._store is None:
             return False
+        await asyncio.to_thread(lambda: self.store.remove_expired())
         waiting = {id for id, until in self._retry_at.items() if until > time.monotonic()}
         others = self._taken | waiting
         batch = await asyncio.to_thread(lambda: self.store.next(statuses, others))
@@ -296,7 +297,7 @@ class BatchService:
 
 
 def _cancelling(batch: BatchObject) -> BatchObject:
-    if batch.status in ("cancelling", "cancelled"):
+    if batch.status == "cancelling":
         return batch
     if batch.status not in ("validating", "in_progress"):
         raise RequestError(

@@ -22,6 +22,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from weft.serving.batch.objects import (
     BatchErrors,
     BatchObject,
     BatchStatus,
+    ExpiresAfter,
     FileObject,
     RequestCounts,
     new_id,
@@ -57,6 +59,9 @@ CREATE TABLE batch (
   status TEXT NOT NULL, body BLOB NOT NULL
 );
 """
+# Nobody but the server itself finds a file that has expired; see `remove_expired`.
+_EXPIRY = "json_extract(CAST(body AS TEXT), '$.expires_at')"
+_LASTS = f"(? IS NULL OR {_EXPIRY} IS NULL OR {_EXPIRY} > ?)"
 _OWNED = "(? IS NULL OR owner = ?)"
 _OURS = re.compile("file-[0-9a-f]{32}")  # from objects.new_id; other files are not ours
 
@@ -106,8 +111,13 @@ class Store:
     def _find(self, kind: str, id: str, owner: str | None) -> Any:
         """Return a file's or batch's columns; None if the owner has no such object."""
         columns = "body, path" if kind == "file" else "body, owner"
-        query = f"SELECT {columns} FROM {kind} WHERE id = ? AND {_OWNED}"
-        return next(iter(self._db.all(query, id, owner, owner)), None)
+        query, values = (
+            f"SELECT {columns} FROM {kind} WHERE id = ? AND {_OWNED}",
+            [id, owner, owner],
+        )
+        if kind == "file":
+            query, values = f"{query} AND {_LASTS}", [*values, owner, now()]
+        return next(iter(self._db.all(query, *values)), None)
 
     def _get(self, kind: str, id: str, owner: str | None) -> Any:
         if (found := self._find(kind, id, owner)) is None:
@@ -147,16 +157,17 @@ class Store:
         """Return a page of files, and one more if any is left; RequestError for a bad `after`."""
         order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         rows = self._db.all(
-            f"SELECT body FROM file WHERE owner = ? AND (? IS NULL OR number {beyond} ?) "
+            f"SELECT body FROM file WHERE owner = ? AND {_LASTS} "
+            f"AND (? IS NULL OR number {beyond} ?) "
             f"AND (? IS NULL OR purpose = ?) ORDER BY number {order} LIMIT ?",
-            owner,
+            *(owner, owner, now()),
             *[self._number("file", after, owner)] * 2,
             *[purpose] * 2,
             limit + 1,
         )
         return [msgspec.json.decode(body, type=FileObject) for (body,) in rows]
 
-    def delete_file(self, id: str, owner: str) -> None:
+    def delete_file(self, id: str, owner: str | None) -> None:
         """Delete a file and its content.
 
         Raises:
@@ -173,6 +184,12 @@ class Store:
                     )
             db.execute("DELETE FROM file WHERE id = ?", (id,))
         path.unlink(missing_ok=True)  # after a crash, `_sweep` does it
+
+    def remove_expired(self) -> None:
+        """Delete the files that have expired, unless a batch still reads them."""
+        for (id,) in self._db.all(f"SELECT id FROM file WHERE {_EXPIRY} <= ?", now()):
+            with suppress(RequestError):
+                self.delete_file(id, ANYONE)
 
     # Batches.
 
@@ -369,6 +386,8 @@ def end_batch(store: Store, id: str, journal: Journal | None, ending: Ending) ->
         if rows[which]:
             name = f"{id}_{path.name}.jsonl"
             file = FileObject(new_id("file-"), path.stat().st_size, name, "batch_output", now())
+            if isinstance(after := store.batch(id, ANYONE).output_expires_after, ExpiresAfter):
+                file.expires_at = file.created_at + after.seconds
             files.append((file, path))
             ids[which] = file.id
 

@@ -182,6 +182,8 @@ class ChatTemplates:
             RequestError: the thought cannot be switched off.
         """
         on, effort = thinking.on, thinking.effort
+        if on is None and effort is None:
+            return {}
         switches = [name for name in _SWITCHES if name in self.variables]
         arguments: dict[str, Any] = {} if on is None else dict.fromkeys(switches, on)
         if not self.efforts:
@@ -218,14 +220,15 @@ class ChatTemplates:
         """The values of `reasoning_effort` that the default template takes, rising.
 
         They are low, medium, high, and others that the template mentions. A value that makes the
-        template raise an error is left out.
+        template raise an error is left out, unless all do.
         """
         if _EFFORT not in self.variables or "default" not in self.sources:
             return ()
         tree = _ENVIRONMENT.parse(self.sources["default"])
         known = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         known.update(_USUAL_EFFORTS)
-        return tuple(effort for effort in EFFORTS if effort in known and self._takes(effort))
+        efforts = tuple(effort for effort in EFFORTS if effort in known)
+        return tuple(filter(self._takes, efforts)) or efforts
 
     def _takes(self, effort: Effort) -> bool:
         greeting = {"role": "user", "content": "Hello"}

@@ -12,7 +12,15 @@ from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.middleware.request_context import owner
 from weft.serving.api.state import State
-from weft.serving.batch.objects import BatchList, BatchObject, new_id, now
+from weft.serving.batch.objects import (
+    MAX_EXPIRY,
+    MIN_EXPIRY,
+    BatchList,
+    BatchObject,
+    ExpiresAfter,
+    new_id,
+    now,
+)
 
 WINDOW = 24 * 3600  # seconds until a batch expires
 
@@ -22,6 +30,13 @@ Key = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=512)]
 
 
+class OutputExpiry(Body):
+    """When the output files are removed, counted from their creation."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=MIN_EXPIRY, le=MAX_EXPIRY)
+
+
 class BatchRequest(Body):
     """POST /v1/batches: each line of the file is a request to the endpoint."""
 
@@ -29,6 +44,7 @@ class BatchRequest(Body):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
+    output_expires_after: OutputExpiry | None = None
 
 
 @router.post("/v1/batches", **returns(BatchObject))
@@ -44,6 +60,8 @@ async def create_batch(body: BatchRequest, state: State) -> Response:
         expires_at=created + WINDOW,
         metadata=body.metadata,
     )
+    if body.output_expires_after is not None:
+        batch.output_expires_after = ExpiresAfter(body.output_expires_after.seconds)
     await state.batches.create(batch, owner())
     return _json(batch)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -18,13 +19,22 @@ from weft.serving.api.admin.documentation import returns
 from weft.serving.api.middleware.request_context import owner
 from weft.serving.api.state import State
 from weft.serving.batch.database import is_transient
-from weft.serving.batch.objects import FileDeleted, FileList, FileObject, new_id, now
+from weft.serving.batch.objects import (
+    MAX_EXPIRY,
+    MIN_EXPIRY,
+    FileDeleted,
+    FileList,
+    FileObject,
+    new_id,
+    now,
+)
 from weft.serving.batch.service import BatchService
 
 MAX_LISTED = 10_000
 
 router = APIRouter()
 
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _DOCUMENTED: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -37,6 +47,12 @@ _DOCUMENTED: dict[str, Any] = {
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
                         "purpose": {"type": "string", "enum": ["batch"]},
+                        _ANCHOR: {"type": "string", "enum": ["created_at"]},
+                        _SECONDS: {
+                            "type": "integer",
+                            "minimum": MIN_EXPIRY,
+                            "maximum": MAX_EXPIRY,
+                        },
                     },
                 }
             }
@@ -65,9 +81,12 @@ async def create_file(request: Request, state: State) -> Response:
     try:
         # Starlette keeps at most 1 MiB of a file in memory, and the rest in a temporary file.
         async with request.form(max_files=1, max_fields=8) as form:
-            file = _checked(dict(form))
+            fields = dict(form)
+            file, expiry = _checked(fields), _expiry(fields)
             name = Path(file.filename or "").name or "file.jsonl"
-            stored = await asyncio.to_thread(_store, file.file, name, state.batches, owner())
+            stored = await asyncio.to_thread(
+                _store, file.file, name, expiry, state.batches, owner()
+            )
     except OSError as error:
         if not is_transient(error):
             raise
@@ -77,7 +96,7 @@ async def create_file(request: Request, state: State) -> Response:
 
 def _checked(form: dict[str, Any]) -> UploadFile:
     for name in form:
-        if name not in ("file", "purpose"):
+        if name not in ("file", "purpose", _ANCHOR, _SECONDS):
             raise RequestError(
                 f"{name} is not a field that this server knows",
                 param=name,
@@ -99,7 +118,26 @@ def _checked(form: dict[str, Any]) -> UploadFile:
     return file
 
 
-def _store(source: BinaryIO, name: str, batches: BatchService, owner: str) -> FileObject:
+def _expiry(form: dict[str, Any]) -> int | None:
+    """Return the seconds after which the file is removed, if the form has them."""
+    anchor, seconds = form.get(_ANCHOR), form.get(_SECONDS)
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise RequestError(
+            f"{_ANCHOR} must be 'created_at'", param=_ANCHOR, code="unsupported_value"
+        )
+    digits = seconds if isinstance(seconds, str) and re.fullmatch("[0-9]{1,9}", seconds) else "0"
+    if not MIN_EXPIRY <= int(digits) <= MAX_EXPIRY:
+        raise RequestError(
+            f"{_SECONDS} must be an integer from {MIN_EXPIRY} to {MAX_EXPIRY}", param=_SECONDS
+        )
+    return int(digits)
+
+
+def _store(
+    source: BinaryIO, name: str, expiry: int | None, batches: BatchService, owner: str
+) -> FileObject:
     """Copy an upload into the store."""
     store, id = batches.store, new_id("file-")
     path = store.upload_path(id)
@@ -109,6 +147,8 @@ def _store(source: BinaryIO, name: str, batches: BatchService, owner: str) -> Fi
             file.flush()
             os.fsync(file.fileno())
             stored = FileObject(id, file.tell(), name, "batch", now())
+            if expiry is not None:
+                stored.expires_at = stored.created_at + expiry
         store.add_file(stored, path, owner)
     except (OSError, DiskError):
         path.unlink(missing_ok=True)

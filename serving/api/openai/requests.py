@@ -295,10 +295,15 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Body):
-    """A text in a message's content. Images and audio are refused by their type."""
+    """A text in a message's content. Images and audio are refused by their type.
+
+    Hints for caches have no effect, because prefixes are always cached.
+    """
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = Field(default=None, exclude=True)
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(default=None, exclude=True)
 
 
 class FunctionCall(Body):
@@ -510,6 +515,7 @@ class ChatRequest(TemplateRequest, GenerationRequest):
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -525,6 +531,7 @@ class ChatRequest(TemplateRequest, GenerationRequest):
     functions: None = None
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None
+    moderation: None = None
     prediction: None = None
     web_search_options: None = None
 

@@ -122,7 +122,7 @@ FAULTS = [
     chat(6, "max_completion_tokens", 2**63),
     Fault(7, OPEN + b'"a", "temperature": NaN}', says=("temperature is nan",)),
     completion(7, "temperature", 1e308),
-    completion(8, "top_p", 0),
+    completion(8, "top_p", -0.01),
     completion(8, "top_p", 1.01),
     completion(9, "logit_bias", {"320": 1}, "320"),
     chat(9, "logit_bias", {str(2**70): 1}),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -407,3 +408,36 @@ def test_what_a_server_that_was_killed_has_left_is_removed(tmp_path: Path) -> No
     assert left == {"whole", "somebody's own"}
     assert list(Inputs([store.content("whole", OWNER)]))
     store.close()
+
+
+async def test_a_file_that_has_expired_is_removed(engine: AsyncEngine, tmp_path: Path) -> None:
+    """No client finds it; a batch that reads it still does, and its other files stay."""
+    store = Store(tmp_path)
+    for name in ("read", "old", "lasts", "young"):
+        upload(store, name, [row(str(i), max_tokens=40) for i in range(40)])
+    store.add_batch(new("first", "read"), OWNER)
+    for name, left in (("read", -1), ("old", 0), ("young", 3600)):
+        with store._db.transaction() as db:
+            file = msgspec.json.encode(replace(store.file(name, ANYONE), expires_at=now() + left))
+            db.execute("UPDATE file SET body = ? WHERE id = ?", (file, name))
+    store.close()
+    async with serving(tmp_path, engine) as service:
+        store = service.store
+        names = [file.id for file in listed(store)]
+        assert names == ["lasts", "young"]
+        for name in ("read", "old"):
+            with pytest.raises(RequestError, match="there is no file"):
+                store.content(name, OWNER)
+            with pytest.raises(RequestError, match="there is no file"):
+                store.add_batch(new("second", name), OWNER)
+        await until(lambda: not store.upload_path("old").exists())
+        assert store.upload_path("read").exists()
+        batch = await ended(service, "first")
+        assert batch.status == "completed"
+        assert batch.request_counts.completed == 40
+        await until(lambda: not store.upload_path("read").exists())
+        assert {"lasts", "young"} < {file.id for file in listed(store)}
+
+
+def listed(store: Store) -> list[FileObject]:
+    return store.files(OWNER, purpose=None, after=None, limit=9, newest_first=False)

@@ -187,6 +187,9 @@ def test_cancel_keeps_what_is_answered(client: openai.OpenAI) -> None:
     assert first.cancelled_at is not None
     assert first.request_counts is not None
     assert 0 < first.request_counts.completed < 100
+    for batch in (first, behind):
+        with pytest.raises(openai.ConflictError, match="is cancelled; it cannot be cancelled"):
+            client.batches.cancel(batch.id)
     assert len(lines(client, first.output_file_id)) == first.request_counts.completed
     with pytest.raises(openai.BadRequestError, match="no file"):
         client.batches.create(
@@ -230,6 +233,49 @@ def test_files(client: openai.OpenAI, mock: Server, tmp_path: Path) -> None:
     for ask in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             ask(file.id)
+
+
+def test_files_may_expire(client: openai.OpenAI) -> None:
+    rows = json.dumps(row("a")).encode()
+    file = client.files.create(
+        file=("rows.jsonl", rows),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    assert file.expires_at == file.created_at + 3600
+    assert client.files.retrieve(file.id).expires_at == file.expires_at
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint=URL,
+        completion_window="24h",
+        output_expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+    output = client.files.retrieve(str(ended(client, batch).output_file_id))
+    assert output.expires_at == output.created_at + 7200
+    assert upload(client, [row("a")]).expires_at is None
+
+
+def test_an_expiry_that_is_refused(client: openai.OpenAI, mock: Server) -> None:
+    upload: dict[str, Any] = {"files": {"file": ("a.jsonl", b"{}")}}
+    anchor, seconds = "expires_after[anchor]", "expires_after[seconds]"
+    for form, param in (
+        ({anchor: "created_at"}, seconds),
+        ({seconds: "3600"}, anchor),
+        ({anchor: "now", seconds: "3600"}, anchor),
+        ({anchor: "created_at", seconds: "3599"}, seconds),
+        ({anchor: "created_at", seconds: "2592001"}, seconds),
+        ({anchor: "created_at", seconds: "an hour"}, seconds),
+        ({anchor: "created_at", seconds: "9" * 5000}, seconds),
+        ({anchor: "created_at", seconds: "-3600"}, seconds),
+    ):
+        data = {"purpose": "batch"} | form
+        response = mock.http.post("/v1/files", **upload, data=data)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+        assert param in response.json()["error"]["message"]
+    for expiry in ({"anchor": "created_at", "seconds": 60}, {"anchor": "x", "seconds": 3600}, 5):
+        with pytest.raises(openai.BadRequestError, match="output_expires_after"):
+            create(client, [row("a")], output_expires_after=expiry)
 
 
 def test_what_a_key_has_made_is_not_there_for_others(client: openai.OpenAI, mock: Server) -> None:
@@ -280,7 +326,7 @@ def test_pages_of_batches(client: openai.OpenAI) -> None:
         ({"input_file_id": "file-none"}, "input_file_id"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 36}}, "output_expires"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

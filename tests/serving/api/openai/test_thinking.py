@@ -87,6 +87,7 @@ def test_the_switch(servers: dict[str, Server]) -> None:
         assert prompt(server, **off) == OFF
         assert message(server, "hello", **off)["content"] == "hello"
         assert "reasoning_content" not in message(server, "hello", **off)
+        assert message(server, "<think>a</think>b", **off)["content"] == "<think>a</think>b"
     thought = message(server, "first</think>then", reasoning_effort="high")
     assert (thought["reasoning_content"], thought["content"]) == ("first", "then")
 
