@@ -11,6 +11,9 @@ from weft.errors import RequestError
 from weft.serving.api.openai.requests import Function, FunctionName, Message, ToolMode
 from weft.serving.engine.tokenizer import Tokenizer
 
+MAX_COUNTED = 1 << 15
+"""Tokens in a text that is only tokenized. If the context is longer, the context is the maximum."""
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -51,16 +54,21 @@ class Conversation:
         """The tools in the prompt; with `tool_choice: "none"` the model sees no tools."""
         return () if self.tool_choice == "none" else self.tools
 
-    def prompt(self, tokenizer: Tokenizer, *, to_answer: bool = True) -> str:
+    def prompt(self, tokenizer: Tokenizer, *, most: int, to_answer: bool = True) -> str:
         """Render the conversation with the model's chat template.
 
         Args:
             tokenizer: has the template.
+            most: a message with far more tokens is refused, before it is rendered.
             to_answer: end with the beginning of the assistant's turn.
 
         Raises:
-            RequestError: there is no chat template, or it refuses the conversation.
+            RequestError: there is no chat template, or it refuses the conversation, or a message
+                is far too long.
         """
+        for message in self.messages:
+            for part in message.content or ():
+                tokenizer.check_length(part.text, most)
         functions = [tool.model_dump(exclude_none=True, include=_SHOWN) for tool in self.offered]
         tools = [{"type": "function", "function": function} for function in functions]
         messages = [_template_message(message, tokenizer) for message in self.messages]

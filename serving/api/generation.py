@@ -48,13 +48,14 @@ class Generation:
         state: the server.
         engine: ready to take requests.
         requests: one for each prompt.
-        n: number of answers to each prompt.
+        params: the request's settings, for all its prompts.
         priority: lower is served first.
         reader: makes the parser of an answer.
         visible: special tokens whose text the parser needs.
 
     Attributes:
         count: number of answers.
+        params: the request's settings.
         reasoning_tokens: number of tokens in thoughts, over the answers that have ended.
     """
 
@@ -63,17 +64,18 @@ class Generation:
         state: ServerState,
         engine: AsyncEngine,
         requests: Sequence[CheckedRequest],
-        n: int,
+        params: SamplingParams,
         priority: int,
         reader: Callable[[], _Reader],
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        self.count = len(requests) * n
+        self.count = len(requests) * params.n
+        self.params = params
         self.reasoning_tokens = 0
         self._state = state
         self._engine = engine
         self._requests = requests
-        self._n = n
+        self._n = params.n
         self._priority = priority
         self._visible = visible
         self._readers = [reader() for _ in range(self.count)]
@@ -90,54 +92,61 @@ class Generation:
         state: ServerState,
         engine: AsyncEngine,
         prompts: Sequence[str | list[int]],
-        params: SamplingParams,
+        settings: Callable[[], SamplingParams],
         priority: int,
     ) -> Generation:
         """Prepare to continue texts, or token ids.
+
+        `settings` is called in a thread, because a large grammar takes long.
 
         Raises:
             RequestError: a prompt or a setting does not fit the model, or there are too many
                 answers.
         """
-        _check_count(len(prompts), params.n, engine)
 
-        def prepare() -> list[CheckedRequest]:
+        def prepare() -> tuple[SamplingParams, list[CheckedRequest]]:
+            params = settings()
+            _check_count(len(prompts), params.n, engine)
             encode = partial(engine.tokenizer.encode, most=engine.info.max_model_len)
             ids = [encode(each) if isinstance(each, str) else each for each in prompts]
-            return [engine.validate(each, params) for each in ids]
+            return params, [engine.validate(each, params) for each in ids]
 
-        requests = await asyncio.to_thread(prepare)
-        return cls(state, engine, requests, params.n, priority, _TextReader)
+        params, requests = await state.aside(prepare)
+        return cls(state, engine, requests, params, priority, _TextReader)
 
     @classmethod
     async def of_chat(
         cls,
         state: ServerState,
         engine: AsyncEngine,
-        conversation: Conversation,
-        params: SamplingParams,
+        asked: Callable[[], tuple[Conversation, SamplingParams]],
         priority: int,
     ) -> Generation:
         """Prepare the assistant's next turn in a conversation.
 
+        `asked` is called in a thread, because a long conversation takes long.
+
         Raises:
             RequestError: the conversation or a setting does not fit the model.
         """
-        _check_count(1, params.n, engine)
         form = state.answer_format(engine)
 
-        def prepare() -> tuple[str, CheckedRequest]:
-            prompt, most = conversation.prompt(engine.tokenizer), engine.info.max_model_len
+        def prepare() -> tuple[Conversation, SamplingParams, str, CheckedRequest]:
+            conversation, params = asked()
+            _check_count(1, params.n, engine)
+            most = engine.info.max_model_len
+            prompt = conversation.prompt(engine.tokenizer, most=most)
             ids = engine.tokenizer.encode(prompt, add_special_tokens=False, most=most)
-            return prompt, engine.validate(ids, _with_grammar(params, conversation, form, prompt))
+            params = _with_grammar(params, conversation, form, prompt)
+            return conversation, params, prompt, engine.validate(ids, params)
 
-        prompt, request = await asyncio.to_thread(prepare)
+        conversation, params, prompt, request = await state.aside(prepare)
         names = [tool.name for tool in conversation.offered]
 
         def reader() -> _ChatReader:
             return _ChatReader(form, form.parser(prompt, names, parallel=conversation.parallel))
 
-        return cls(state, engine, [request], params.n, priority, reader, form.visible)
+        return cls(state, engine, [request], params, priority, reader, form.visible)
 
     def prompt(self, i: int) -> list[int]:
         """Return the token ids of the prompt of answer i."""
@@ -279,7 +288,7 @@ async def note_prompts(
     context = current.get()
     if context is not None and state.log_prompts:
         decode = partial(engine.tokenizer.decode, skip_special_tokens=False)
-        context.prompts = await asyncio.to_thread(lambda: list(map(decode, prompts)))
+        context.prompts = await state.aside(lambda: list(map(decode, prompts)))
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:

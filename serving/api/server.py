@@ -29,6 +29,7 @@ from weft.serving.api.middleware.keys import Keyring
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
+from weft.serving.executor import child_process
 
 if TYPE_CHECKING:
     from weft.serving.api.http import HttpServer
@@ -134,6 +135,7 @@ class _Server:
         try:
             if await self._loaded(loading):
                 state.engine = engine = loading.result()
+                child_process.settle_garbage_collector()  # else it stops all requests for longer
                 state.batches.start(engine)
                 logs.say(f"weft serves {state.model} at {self._url()}")
                 await self._watch(engine)

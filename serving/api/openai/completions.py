@@ -38,7 +38,7 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     """Continue one text or several, without a chat template."""
     engine = state.ready_engine(body.model)
     generation = await Generation.of_texts(
-        state, engine, body.prompt, _params(body), body.priority or 0
+        state, engine, body.prompt, lambda: _params(body), body.priority or 0
     )
     writer = _Writer(body, engine.tokenizer, generation)
     if body.stream:
