@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema, from_json
 
 from weft.errors import RequestError
-from weft.serving.api.errors import field_name
+from weft.serving.api.errors import explain, field_name
+from weft.serving.api.json_counts import Counts, count
+from weft.serving.api.middleware.request_context import heavy
 from weft.serving.engine.sampling_params import is_unicode
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope
+
+    from weft.serving.api.state import ServerState
 
 MAX_DEPTH = 200
 """The maximum nesting of objects and lists in a body; pydantic_core has the same limit."""
@@ -23,6 +37,9 @@ MAX_KEYS = 2048
 """Maximum number of keys in an object with checked values, such as metadata."""
 _UNKNOWN_FIELDS = 32  # maximum number; each is an error of its own
 _EXPLAINED = 1 << 16  # maximum bytes of a body that is searched again for the field at fault
+LARGE = 1 << 16
+"""A body with more bytes is read in a thread, and its values are counted first."""
+_HEAVY = Counts(containers=1 << 12, values=1 << 17)  # only one heavier body is read at a time
 _MAX_NAME = 80  # characters of a field's name in an error
 
 
@@ -123,21 +140,60 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
+        model = cast(type[Body], self.body_field.field_info.annotation)
 
         async def reading(request: Request) -> Response:
-            read = _ReadRequest(request.scope, request.receive)
-            if body := await read.body():
-                read.content = read_json(body)
-            return await handle(read)
+            state: ServerState = request.app.state.server
+            body = await _validated(state, model, request)
+            return await handle(_ReadRequest(request.scope, request.receive, body))
 
         return reading
 
 
 class _ReadRequest(Request):
-    content: Any
+    """A request whose body has been read and validated; FastAPI validates no instance again."""
 
-    async def json(self) -> Any:
-        return self.content
+    def __init__(self, scope: Scope, receive: Receive, content: Body | None) -> None:
+        super().__init__(scope, receive)
+        self._content = content
+
+    async def body(self) -> bytes:
+        return b"" if self._content is None else b"{}"  # the bytes themselves are gone
+
+    async def json(self) -> Body | None:
+        return self._content
+
+
+async def _validated(state: ServerState, model: type[Body], request: Request) -> Body | None:
+    """Read and validate a body; None if it is empty.
+
+    A large body is read in a thread. Its lists and objects are validated one by one in Python, so
+    the event loop gets its turn between two of them.
+
+    Raises:
+        RequestError: the body is invalid.
+    """
+    chunks = [chunk async for chunk in Request(request.scope, request.receive).stream() if chunk]
+    if not chunks:
+        return None
+    if sum(map(len, chunks)) <= LARGE:
+        return _valid(model, chunks)
+    counts = await asyncio.to_thread(lambda: count(b"".join(chunks)))
+    if counts.containers > _HEAVY.containers or counts.values > _HEAVY.values:
+        heavy.set(True)
+    return await state.aside(_valid, model, chunks)
+
+
+def _valid(model: type[Body], chunks: list[bytes]) -> Body:
+    data = b"".join(chunks)
+    chunks.clear()  # the parts would take as much memory as the whole
+    content = read_json(data)
+    del data
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        raise explain([{**first, "loc": ("body", *first["loc"])}]) from None
 
 
 def read_json(data: bytes) -> Any:

@@ -13,6 +13,9 @@ from weft.serving.api.parsing.formats import within_thought
 from weft.serving.engine.chat_templates import UNASKED, Thinking
 from weft.serving.engine.tokenizer import Tokenizer
 
+MAX_COUNTED = 1 << 15
+"""Tokens in a text that is only tokenized. If the context is longer, the context is the maximum."""
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -71,13 +74,20 @@ class Conversation:
         """The text that the answer continues, if there is one."""
         return text_of(self.messages[-1]) if self.continued else None
 
-    def prompt(self, tokenizer: Tokenizer) -> str:
+    def prompt(self, tokenizer: Tokenizer, *, most: int) -> str:
         """Render the conversation with the model's chat template.
+
+        Args:
+            tokenizer: has the template.
+            most: a message with far more tokens is refused, before it is rendered.
 
         Raises:
             RequestError: there is no chat template, it refuses the conversation or its arguments,
-                or the thought cannot be switched off.
+                the thought cannot be switched off, or a message is far too long.
         """
+        for message in self.messages:
+            for part in message.content or ():
+                tokenizer.check_length(part.text, most)
         functions = [tool.model_dump(exclude_none=True, include=_SHOWN) for tool in self.offered]
         tools = [{"type": "function", "function": function} for function in functions]
         messages = [_template_message(message, tokenizer) for message in self.messages]

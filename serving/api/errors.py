@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPMethod, HTTPStatus
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -196,8 +197,23 @@ def field_name(loc: Sequence[str | int]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = repr(_beginning(value))
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _beginning(value: Any) -> Any:
+    """Return a value's beginning, because the `repr` of a large value takes long."""
+    match value:
+        case str():
+            return value[: _MAX_SHOWN + 1]
+        case list():
+            return [_beginning(each) for each in value[:_MAX_SHOWN]]
+        case dict():
+            return {
+                name[:_MAX_SHOWN]: _beginning(each)
+                for name, each in islice(value.items(), _MAX_SHOWN)
+            }
+    return value
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> ErrorResponse:

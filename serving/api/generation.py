@@ -49,13 +49,14 @@ class Generation:
         state: the server.
         engine: ready to take requests.
         requests: one for each prompt.
-        n: number of answers to each prompt.
+        params: the request's settings, for all its prompts.
         priority: lower is served first.
         reader: makes the parser of an answer.
         visible: special tokens whose text the parser needs.
 
     Attributes:
         count: number of answers.
+        params: the request's settings.
         reasoning_tokens: number of tokens in thoughts, over the answers that have ended.
     """
 
@@ -64,17 +65,18 @@ class Generation:
         state: ServerState,
         engine: AsyncEngine,
         requests: Sequence[CheckedRequest],
-        n: int,
+        params: SamplingParams,
         priority: int,
         reader: Callable[[], _Reader],
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        self.count = len(requests) * n
+        self.count = len(requests) * params.n
+        self.params = params
         self.reasoning_tokens = 0
         self._state = state
         self._engine = engine
         self._requests = requests
-        self._n = n
+        self._n = params.n
         self._priority = priority
         self._visible = visible
         self._readers = [reader() for _ in range(self.count)]
@@ -91,50 +93,58 @@ class Generation:
         state: ServerState,
         engine: AsyncEngine,
         prompts: Sequence[str | list[int]],
-        params: SamplingParams,
+        settings: Callable[[], SamplingParams],
         priority: int,
         options: PromptOptions = AS_USUAL,
     ) -> Generation:
         """Prepare to continue texts, or token ids.
 
+        `settings` is called in a thread, because a large grammar takes long.
+
         Raises:
             RequestError: a prompt or a setting does not fit the model, or there are too many
                 answers.
         """
-        _check_count(len(prompts), params.n, engine)
 
-        def prepare() -> list[CheckedRequest]:
+        def prepare() -> tuple[SamplingParams, list[CheckedRequest]]:
+            params = settings()
+            _check_count(len(prompts), params.n, engine)
             encode = partial(options.encode, engine, params=params, special=True)
-            return [engine.validate(encode(each), params, options.cache_salt) for each in prompts]
+            checked = [
+                engine.validate(encode(each), params, options.cache_salt) for each in prompts
+            ]
+            return params, checked
 
-        requests = await asyncio.to_thread(prepare)
-        return cls(state, engine, requests, params.n, priority, _TextReader)
+        params, requests = await state.aside(prepare)
+        return cls(state, engine, requests, params, priority, _TextReader)
 
     @classmethod
     async def of_chat(
         cls,
         state: ServerState,
         engine: AsyncEngine,
-        conversation: Conversation,
-        params: SamplingParams,
+        asked: Callable[[], tuple[Conversation, SamplingParams]],
         priority: int,
         options: PromptOptions = AS_USUAL,
     ) -> Generation:
         """Prepare the assistant's next turn in a conversation.
 
+        `asked` is called in a thread, because a long conversation takes long.
+
         Raises:
             RequestError: the conversation or a setting does not fit the model.
         """
-        _check_count(1, params.n, engine)
         form = state.answer_format(engine)
 
-        def prepare() -> tuple[str, CheckedRequest]:
-            prompt = conversation.prompt(engine.tokenizer)
+        def prepare() -> tuple[Conversation, SamplingParams, str, CheckedRequest]:
+            conversation, params = asked()
+            _check_count(1, params.n, engine)
+            prompt = conversation.prompt(engine.tokenizer, most=options.longest(engine))
             ids = options.encode(engine, prompt, params, special=False)
-            constrained = _with_grammar(params, conversation, form, prompt)
-            return prompt, engine.validate(ids, constrained, options.cache_salt)
+            params = _with_grammar(params, conversation, form, prompt)
+            return conversation, params, prompt, engine.validate(ids, params, options.cache_salt)
 
-        prompt, request = await asyncio.to_thread(prepare)
+        conversation, params, prompt, request = await state.aside(prepare)
         tools = {tool.name: tool.parameters or _NO_PARAMETERS for tool in conversation.offered}
 
         def reader() -> _ChatReader:
@@ -143,7 +153,7 @@ class Generation:
             )
             return _ChatReader(form, parser)
 
-        return cls(state, engine, [request], params.n, priority, reader, form.visible)
+        return cls(state, engine, [request], params, priority, reader, form.visible)
 
     @property
     def defaults(self) -> SamplingDefaults:
@@ -296,7 +306,7 @@ async def note_prompts(
     context = current.get()
     if context is not None and state.log_prompts:
         decode = partial(engine.tokenizer.decode, skip_special_tokens=False)
-        context.prompts = await asyncio.to_thread(lambda: list(map(decode, prompts)))
+        context.prompts = await state.aside(lambda: list(map(decode, prompts)))
 
 
 def finish_reason(delta: Delta) -> FinishReason | None:

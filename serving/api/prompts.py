@@ -29,6 +29,11 @@ class PromptOptions:
     truncate: int | None = None
     cache_salt: str = ""
 
+    def longest(self, engine: AsyncEngine) -> int:
+        """Return a number of tokens; a text with far more is refused."""
+        context = engine.info.max_model_len
+        return context if self.truncate is None else context * _LONGEST
+
     def encode(
         self,
         engine: AsyncEngine,
@@ -52,8 +57,7 @@ class PromptOptions:
         beginning: list[int] = []
         if isinstance(prompt, str):
             special = special if self.add_special_tokens is None else self.add_special_tokens
-            most = context if self.truncate is None else context * _LONGEST
-            ids = tokenizer.encode(prompt, add_special_tokens=special, most=most)
+            ids = tokenizer.encode(prompt, add_special_tokens=special, most=self.longest(engine))
             if special and self.truncate is not None:
                 beginning = tokenizer.encode("")  # such as a bos_token, which is kept
         else:

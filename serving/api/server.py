@@ -32,7 +32,7 @@ from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
 from weft.serving.engine.throughput_log import ThroughputLog
-from weft.serving.executor import fetch
+from weft.serving.executor import child_process, fetch
 
 if TYPE_CHECKING:
     from weft.serving.api.http import HttpServer
@@ -142,6 +142,7 @@ class _Server:
         try:
             if await self._loaded(loading):
                 state.engine = engine = loading.result()
+                child_process.settle_garbage_collector()  # else it stops all requests for longer
                 state.batches.start(engine)
                 logs.say(f"weft serves {state.model} at {self._url()}")
                 await self._watch(engine)

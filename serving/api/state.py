@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
@@ -13,7 +14,7 @@ from weft.errors import EngineError, RequestError
 from weft.models.checkpoint.locate import model_name
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.auth import open_paths
-from weft.serving.api.middleware.request_context import RequestContext
+from weft.serving.api.middleware.request_context import RequestContext, heavy
 from weft.serving.api.openai.replies import now
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.batch.service import BatchService
@@ -23,6 +24,7 @@ from weft.serving.engine.metrics import Metrics
 if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
 
+Result = TypeVar("Result")
 
 STALLING = 0.25
 """After this fraction of `stall_timeout` without a step, despite work, the server is not ready."""
@@ -64,6 +66,7 @@ class ServerState:
     batches: BatchService = field(init=False)
     _answer_format: AnswerFormat | None = field(init=False, default=None)
     _local_api: LocalApi | None = field(init=False, default=None)
+    _turns: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: self.engine, self.model, vllm=self.vllm_metrics)
@@ -122,6 +125,17 @@ class ServerState:
             raise EngineError(f"the server is not ready: it is {self.status}")
         self.engine.check_serving()
         return self.engine
+
+    async def aside(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function in a thread, because it may take long.
+
+        Heavy requests take turns. Otherwise they could take all threads and much memory, and other
+        requests would wait.
+        """
+        if not heavy.get():
+            return await asyncio.to_thread(work, *arguments)
+        async with self._turns:
+            return await asyncio.to_thread(work, *arguments)
 
     async def answer_row(
         self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]]

@@ -177,13 +177,8 @@ class Tokenizer:
             RequestError: the text contains half of a surrogate pair, or it has far more than
                 `most` tokens.
         """
-        if most is not None and self._is_far_longer(text, most):
-            raise RequestError(
-                f"the prompt of {len(text)} characters has more than {2 * most} tokens; the "
-                f"context is {most}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        if most is not None:
+            self.check_length(text, most)
         try:
             # `encode` would hold the GIL throughout; this method also omits offsets.
             (encoding,) = self.backend.encode_batch_fast(
@@ -196,14 +191,20 @@ class Tokenizer:
             ) from error
         return list(encoding.ids)
 
-    def _is_far_longer(self, text: str, most: int) -> bool:
-        """Return whether the text's beginning has more than twice this number of tokens.
+    def check_length(self, text: str, most: int) -> None:
+        """Raise RequestError if the text's beginning has more than twice this number of tokens.
 
         The whole text then has at least half as many tokens as its beginning alone, because
         tokenization only depends on nearby characters.
         """
         beginning = most * _CHARACTERS
-        return len(text) > beginning and len(self.encode(text[:beginning])) > 2 * most
+        if len(text) > beginning and len(self.encode(text[:beginning])) > 2 * most:
+            raise RequestError(
+                f"the prompt of {len(text)} characters has more than {2 * most} tokens; the "
+                f"maximum is {most}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Convert token ids to text; unknown ids are omitted."""

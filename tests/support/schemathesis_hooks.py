@@ -21,7 +21,7 @@ BEYOND_SCHEMAS = re.compile(
             # One number or text depends on another, or on the model.
             r"best_of is .* only when equal to n",
             r"(min|max)_tokens is .* (must be in|room for)",
-            r"the prompt (has \d+|of \d+ characters has more than \d+) tokens; the context is",
+            r"the prompt (has \d+|of \d+ characters has more than \d+) tokens; the (context|max)",
             r"dimensions is \d+; it must be in \[1, ",
             r"token ids are in \[0, \d+\)",
             r"answers; at most",

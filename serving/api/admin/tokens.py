@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -12,7 +11,7 @@ from pydantic import ConfigDict, WithJsonSchema, model_validator
 from weft.errors import RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
-from weft.serving.api.conversation import Conversation
+from weft.serving.api.conversation import MAX_COUNTED, Conversation
 from weft.serving.api.openai.replies import DetokenizedText, TokenizerInfo, Tokens
 from weft.serving.api.openai.requests import Messages, TemplateRequest, Tool
 from weft.serving.api.state import State
@@ -77,6 +76,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
     """Return the token ids for a prompt or a conversation."""
     engine = state.ready_engine(body.model)
     tokenizer = engine.tokenizer
+    most = max(engine.info.max_model_len, MAX_COUNTED)
 
     def encoded() -> tuple[list[int], list[str] | None]:
         text, special = body.prompt, body.add_special_tokens
@@ -89,13 +89,13 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
                 continued=bool(body.continue_final_message),
                 thinking=body.thinking,
             )
-            text = conversation.prompt(tokenizer)
+            text = conversation.prompt(tokenizer, most=most)
             special = bool(special)
-        ids = tokenizer.encode(text, add_special_tokens=special is not False)
+        ids = tokenizer.encode(text, add_special_tokens=special is not False, most=most)
         named = body.return_token_strs
         return ids, [tokenizer.backend.id_to_token(i) for i in ids] if named else None
 
-    ids, names = await asyncio.to_thread(encoded)
+    ids, names = await state.aside(encoded)
     answer = Tokens(len(ids), engine.info.max_model_len, ids, names)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -113,7 +113,7 @@ async def detokenize(body: DetokenizeRequest, state: State) -> Response:
                 raise RequestError(message, param="tokens")
         return engine.tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    text = await asyncio.to_thread(decoded)
+    text = await state.aside(decoded)
     return Response(msgspec.json.encode(DetokenizedText(text)), media_type="application/json")
 
 

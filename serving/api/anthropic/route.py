@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -17,7 +16,7 @@ from weft.serving.api.anthropic import events as shapes
 from weft.serving.api.anthropic import requests as asked
 from weft.serving.api.anthropic.errors import anthropic_error
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.conversation import Conversation
+from weft.serving.api.conversation import MAX_COUNTED, Conversation
 from weft.serving.api.errors import describe, error_body
 from weft.serving.api.generation import Generation
 from weft.serving.api.openai.replies import FinishReason, new_id
@@ -46,9 +45,8 @@ router = APIRouter(route_class=JsonRoute)
 async def create_message(request: Request, body: asked.MessagesRequest, state: State) -> Response:
     """Answer a conversation in Anthropic's form."""
     engine = state.ready_engine(body.model)
-    params = body.sampling_params()
     generation = await Generation.of_chat(
-        state, engine, _conversation(body), params, body.priority or 0
+        state, engine, lambda: (_conversation(body), body.sampling_params()), body.priority or 0
     )
     writer = _Writer(body.model, generation, state.answer_format(engine))
     if body.stream:
@@ -63,10 +61,11 @@ async def count_tokens(body: asked.CountRequest, state: State) -> Response:
     engine = state.ready_engine(body.model)
 
     def counted() -> int:
-        prompt = _conversation(body).prompt(engine.tokenizer)
-        return len(engine.tokenizer.encode(prompt, add_special_tokens=False))
+        most = max(engine.info.max_model_len, MAX_COUNTED)
+        prompt = _conversation(body).prompt(engine.tokenizer, most=most)
+        return len(engine.tokenizer.encode(prompt, add_special_tokens=False, most=most))
 
-    count = await asyncio.to_thread(counted)
+    count = await state.aside(counted)
     return Response(msgspec.json.encode(shapes.TokenCount(count)), media_type="application/json")
 
 

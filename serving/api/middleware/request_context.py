@@ -47,6 +47,9 @@ current: ContextVar[RequestContext | None] = ContextVar("current", default=None)
 admit: ContextVar[Callable[[], Awaitable[None]] | None] = ContextVar("admit", default=None)
 """The `admit` argument of `AsyncEngine.generate`; only rows of batches have one."""
 
+heavy: ContextVar[bool] = ContextVar("heavy", default=False)
+"""True if the request's body has very many values; see `ServerState.aside`."""
+
 
 def owner() -> str:
     """Return the owner of files and batches: the key's digest, or "" without keys."""

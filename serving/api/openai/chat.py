@@ -46,8 +46,23 @@ router = APIRouter(route_class=JsonRoute)
 async def create_chat_completion(request: Request, body: ChatRequest, state: State) -> Response:
     """Answer a conversation, with the model's chat template."""
     engine = state.ready_engine(body.model)
+    generation = await Generation.of_chat(
+        state,
+        engine,
+        lambda: (_conversation(body), _params(body)),
+        body.priority or 0,
+        body.prompt_options,
+    )
+    writer = _Writer(body, state.model, generation, state.answer_format(engine))
+    if body.stream:
+        return await EventStream.start(request, writer.events())
+    completion = await cancel_on_disconnect(request.receive, writer.whole())
+    return Response(msgspec.json.encode(completion), media_type="application/json")
+
+
+def _conversation(body: ChatRequest) -> Conversation:
     choice = body.tool_choice or "auto"
-    conversation = Conversation(
+    return Conversation(
         body.messages,
         [tool.function for tool in body.tools or ()],
         choice.function if isinstance(choice, NamedTool) else choice,
@@ -57,14 +72,6 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
         template_arguments=body.chat_template_kwargs or {},
         thinking=body.thinking,
     )
-    generation = await Generation.of_chat(
-        state, engine, conversation, _params(body), body.priority or 0, body.prompt_options
-    )
-    writer = _Writer(body, state.model, generation, state.answer_format(engine))
-    if body.stream:
-        return await EventStream.start(request, writer.events())
-    completion = await cancel_on_disconnect(request.receive, writer.whole())
-    return Response(msgspec.json.encode(completion), media_type="application/json")
 
 
 def _params(body: ChatRequest) -> SamplingParams:

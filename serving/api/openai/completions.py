@@ -39,7 +39,12 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
     """Continue one text or several, without a chat template."""
     engine = state.ready_engine(body.model)
     generation = await Generation.of_texts(
-        state, engine, body.prompt, _params(body, engine), body.priority or 0, body.prompt_options
+        state,
+        engine,
+        body.prompt,
+        lambda: _params(body, engine),
+        body.priority or 0,
+        body.prompt_options,
     )
     writer = _Writer(body, state.model, engine.tokenizer, generation)
     if body.stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -50,7 +49,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest, state: Sta
     """Return a vector for each input; texts with similar meaning have similar vectors."""
     engine = state.ready_engine(body.model)
     check_dimensions(body.dimensions, engine.info)
-    requests = await asyncio.to_thread(_checked, engine, body.input)
+    requests = await state.aside(_checked, engine, body.input)
     await note_prompts(state, engine, [each.prompt_token_ids for each in requests])
     answer = await cancel_on_disconnect(request.receive, _embed(state, engine, body, requests))
     return Response(msgspec.json.encode(answer), media_type="application/json")

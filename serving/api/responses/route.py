@@ -32,9 +32,8 @@ router = APIRouter(route_class=JsonRoute)
 async def create_response(request: Request, body: asked.ResponsesRequest, state: State) -> Response:
     """Answer a conversation in the form of OpenAI's Responses; nothing is stored."""
     engine = state.ready_engine(body.model)
-    params = body.sampling_params()
     generation = await Generation.of_chat(
-        state, engine, _conversation(body), params, body.priority or 0
+        state, engine, lambda: (_conversation(body), body.sampling_params()), body.priority or 0
     )
     writer = _Writer(body, generation, state.answer_format(engine))
     if body.stream:
@@ -75,11 +74,13 @@ def _append(messages: list[Message], item: asked.InputItem) -> None:
         thought = "\n".join(part.text for part in item.content or item.summary or ())
         turn.reasoning_content = "\n".join(filter(None, (turn.reasoning_content, thought)))
     elif item.type == "message":
-        turn.content = [*(turn.content or ()), *parts]
+        turn.content = turn.content or []
+        turn.content += parts
     else:
         function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
         call = ToolCall(id=item.call_id or "", function=function)
-        turn.tool_calls = [*(turn.tool_calls or ()), call]
+        turn.tool_calls = turn.tool_calls or []
+        turn.tool_calls.append(call)
 
 
 def _text(text: str) -> TextPart:
@@ -97,7 +98,7 @@ class _Writer:
         self._sequence = 0
         self._begun = False
         choice = body.tool_choice or "auto"
-        params = body.sampling_params().chosen(generation.defaults)
+        params = generation.params.chosen(generation.defaults)
         self._response = shapes.ResponseObject(
             id=new_id("resp", "_"),
             created_at=now(),

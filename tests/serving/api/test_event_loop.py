@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -12,11 +13,12 @@ import pytest
 from support.echo_runner import LOADER, write_echo
 from support.engine import started
 
+from weft.serving.api import body as bodies
 from weft.serving.api import generation
 from weft.serving.api.app import build_app
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware import access_log
-from weft.serving.api.middleware.request_context import RequestContext
+from weft.serving.api.middleware.request_context import RequestContext, heavy
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
@@ -105,3 +107,72 @@ async def test_it_is_done_in_a_thread(
     assert work <= watch.elsewhere
     assert not work & watch.here
     assert (context.prompts is not None) == path.startswith("/v1/")
+
+
+MANY = [{"role": "user", "content": "hi"}] * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * bodies.LARGE}),
+        ("/v1/completions", {"prompt": [1] * bodies.LARGE}),
+        ("/v1/chat/completions", {"messages": MANY}),
+        ("/v1/responses", {"input": MANY}),
+        ("/v1/messages", {"messages": MANY, "max_tokens": 4}),
+        ("/v1/embeddings", {"input": ["a" * bodies.LARGE]}),
+        ("/tokenize", {"messages": MANY}),
+        ("/detokenize", {"tokens": [1] * bodies.LARGE}),
+    ],
+)
+async def test_a_large_body_is_read_in_a_thread(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    watch = Watch()
+    for name in ("count", "from_json"):
+        monkeypatch.setattr(bodies, name, watch.over(bodies, name))
+    state = ServerState("echo", engine=engine)
+    data = json.dumps({"model": "echo"} | body).encode()
+    status, answer = await LocalApi(build_app(state)).post(path, data)
+    assert status in (200, 400), answer
+    assert watch.elsewhere == {"count", "from_json"}
+    assert not watch.here
+
+
+async def test_heavy_requests_take_turns_and_others_pass_them() -> None:
+    """Even if there are more of them than threads."""
+    state = ServerState("echo")
+    release = threading.Event()
+    running = most = 0
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        release.wait(60)
+        running -= 1
+
+    async def asked() -> None:
+        heavy.set(True)
+        await state.aside(work)
+
+    heavies = [asyncio.create_task(asked()) for _ in range(100)]
+    await asyncio.sleep(0)
+    assert await state.aside(lambda: "light") == "light"
+    release.set()
+    await asyncio.gather(*heavies)
+    assert most == 1
+
+
+async def test_a_message_that_is_far_too_long_is_not_rendered(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch()
+    tokenizer = engine.tokenizer
+    monkeypatch.setattr(tokenizer, "render_chat", watch.over(tokenizer, "render_chat"))
+    body = {"model": "echo", "messages": [{"role": "user", "content": "hi " * 100_000}]}
+    status, answer = await LocalApi(build_app(ServerState("echo", engine=engine))).post(
+        "/v1/chat/completions", json.dumps(body).encode()
+    )
+    assert (status, json.loads(answer)["error"]["code"]) == (400, "context_length_exceeded")
+    assert not watch.here | watch.elsewhere

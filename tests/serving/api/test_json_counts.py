@@ -1,0 +1,94 @@
+"""The values of a JSON text are counted as a reader would find them, and too many are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.server import Server
+
+from weft.errors import RequestError
+from weft.serving.api import body, json_counts
+from weft.serving.api.json_counts import LIMITS, Counts, count
+
+TEXTS = st.text(alphabet='a"\\[]{},:é\n', max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def counted(value: Any) -> tuple[Counts, int]:
+    """The numbers in a value, and of them its empty containers."""
+    containers, texts, values, empty = 0, int(isinstance(value, str)), 1, 0
+    if isinstance(value, list | dict):
+        containers, empty = 1, int(not value)
+        texts += len(value) if isinstance(value, dict) else 0
+        for each in value.values() if isinstance(value, dict) else value:
+            inner, hollow = counted(each)
+            containers += inner.containers
+            texts += inner.texts
+            values += inner.values
+            empty += hollow
+    return Counts(containers, texts, values), empty
+
+
+@given(VALUES, st.booleans(), st.integers(2, 9))
+def test_a_count_is_that_of_a_reader(value: Any, ascii: bool, chunk: int) -> None:
+    """Wherever the text is cut; an empty container counts as if it had an element."""
+    data = json.dumps(value, ensure_ascii=ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_counts, "_CHUNK", chunk)
+        found = count(data)
+    wanted, empty = counted(value)
+    assert found == wanted._replace(values=wanted.values + empty)
+
+
+def test_a_fault_hides_nothing_before_it() -> None:
+    data = b"[" + b"[]," * LIMITS.containers + b'\\"'
+    with pytest.raises(RequestError, match="more than 32,768 objects and lists"):
+        count(data)
+
+
+def many(element: str, number: int) -> bytes:
+    return b'{"model":"echo","prompt":[' + b",".join([element.encode()] * number) + b"]}"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (many("[]", LIMITS.containers), "more than 32,768 objects and lists"),
+        (many('{"a":0}', LIMITS.containers), "more than 32,768 objects and lists"),
+        (many('""', LIMITS.texts), "more than 131,072 texts"),
+        (many("0", LIMITS.values), "more than 2,097,152 values"),
+    ],
+)
+def test_too_many_values_are_refused_before_they_are_read(
+    echo: Server, data: bytes, says: str
+) -> None:
+    answer = echo.http.post(
+        "/v1/completions", content=data, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "body_too_complex"
+
+
+def test_as_many_as_the_limit_are_read(echo: Server) -> None:
+    """Numbers in a list take the least time, so that the prompt may be as long as any context."""
+    data = many("5", LIMITS.values - 8)
+    answer = echo.http.post(
+        "/v1/completions", content=data, headers={"content-type": "application/json"}
+    )
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_small_bodies_are_not_counted() -> None:
+    """They cannot have too many values."""
+    least = (2, 3, 2)  # bytes of `[]` and of `"",` and of `0,`
+    for most, size in zip(LIMITS, least, strict=True):
+        assert most * size >= body.LARGE
