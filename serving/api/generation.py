@@ -110,10 +110,8 @@ class Generation:
             params = settings()
             _check_count(len(prompts), params.n, engine)
             encode = partial(options.encode, engine, params=params, special=True)
-            checked = [
-                engine.validate(encode(each), params, options.cache_salt) for each in prompts
-            ]
-            return params, checked
+            check = partial(engine.validate, params=params, cache_salt=options.cache_salt)
+            return params, [check(encode(each)) for each in prompts]
 
         params, requests = await state.aside(prepare)
         return cls(state, engine, requests, params, priority, _TextReader)

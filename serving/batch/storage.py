@@ -111,10 +111,8 @@ class Store:
     def _find(self, kind: str, id: str, owner: str | None) -> Any:
         """Return a file's or batch's columns; None if the owner has no such object."""
         columns = "body, path" if kind == "file" else "body, owner"
-        query, values = (
-            f"SELECT {columns} FROM {kind} WHERE id = ? AND {_OWNED}",
-            [id, owner, owner],
-        )
+        query = f"SELECT {columns} FROM {kind} WHERE id = ? AND {_OWNED}"
+        values: list[Any] = [id, owner, owner]
         if kind == "file":
             query, values = f"{query} AND {_LASTS}", [*values, owner, now()]
         return next(iter(self._db.all(query, *values)), None)
