@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.bucket import Storage
 from support.checkpoints import make_checkpoint
 from support.hub import Hub
 
@@ -274,43 +276,20 @@ def test_pickled_weights_are_named(hub: Hub, tmp_path: Path) -> None:
     assert "save_pretrained" in message
 
 
-@pytest.fixture(scope="module")
-def storage() -> Iterator[tuple[dict[str, str], str]]:
-    """Object storage over HTTP: variables with its address, and a bucket."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        environment = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            boto3.client("s3").create_bucket(Bucket="models")
-            yield environment, "models"
-    finally:
-        server.stop()
+@pytest.fixture
+def storage(checkpoint: Path) -> Iterator[Storage]:
+    """Object storage with the checkpoint in models/tiny/."""
+    with Storage() as storage:
+        for file in checkpoint.iterdir():
+            storage.objects[f"models/tiny/{file.name}"] = file.read_bytes()
+        yield storage
 
 
-def test_object_storage(
-    storage: tuple[dict[str, str], str], checkpoint: Path, tmp_path: Path
-) -> None:
-    import boto3
-
-    environment, bucket = storage
-    client = boto3.client("s3")
-    for file in checkpoint.iterdir():
-        client.upload_file(str(file), bucket, f"a/tiny/{file.name}")
-    client.put_object(Bucket=bucket, Key="a/tiny/README.md", Body=b"not needed")
-    environment = environment | {"XDG_CACHE_HOME": str(tmp_path)}
-    place, commit, seen = fetch(environment, f"s3://{bucket}/a/tiny/")
+def test_object_storage(storage: Storage, checkpoint: Path, tmp_path: Path) -> None:
+    storage.objects["models/tiny/README.md"] = b"not needed"
+    storage.objects["models/tiny/original/more.safetensors"] = b"not needed"
+    environment = storage.environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    place, commit, seen = fetch(environment, "s3://models/tiny/")
     assert commit is None
     assert Path(place).parent == tmp_path / "weft" / "models"
     for file in checkpoint.iterdir():
@@ -318,29 +297,23 @@ def test_object_storage(
     assert not (Path(place) / "README.md").exists()
     assert seen[-1][0] == seen[-1][1] > 0
     unreachable = environment | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    assert fetch(unreachable, f"s3://{bucket}/a/tiny") == (place, None, [])
-    message = error(unreachable, f"s3://{bucket}/a/other")
-    assert message.startswith(f"s3://{bucket}/a/other cannot be read: ")
+    assert fetch(unreachable, "s3://models/tiny") == (place, None, [])
+    message = error(unreachable, "s3://models/other")
+    assert message.startswith("s3://models/other cannot be read: ")
     assert "s3://models/nothing has no config.json" in error(environment, "s3://models/nothing")
 
 
 def test_a_partial_copy_of_object_storage_continues(
-    storage: tuple[dict[str, str], str], checkpoint: Path, tmp_path: Path
+    storage: Storage, checkpoint: Path, tmp_path: Path
 ) -> None:
-    import boto3
-
-    environment, bucket = storage
-    environment = environment | {"XDG_CACHE_HOME": str(tmp_path)}
-    client = boto3.client("s3")
-    for file in checkpoint.iterdir():
-        client.upload_file(str(file), bucket, f"b/{file.name}")
-    folder = Path(remote_copy(environment, f"s3://{bucket}/b"))
+    environment = storage.environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = Path(copy_of(environment, "s3://models/tiny"))
     folder.mkdir(parents=True)
     first, second, *_ = shards(checkpoint)
     content = (checkpoint / first).read_bytes()
     (folder / f"{first}.incomplete").write_bytes(content[:1000])
     (folder / f"{second}.incomplete").write_bytes(bytes(10**6))  # longer than the file
-    place, _, seen = fetch(environment, f"s3://{bucket}/b")
+    place, _, seen = fetch(environment, "s3://models/tiny")
     assert Path(place) == folder
     for file in (first, second):
         assert (folder / file).read_bytes() == (checkpoint / file).read_bytes()
@@ -348,8 +321,15 @@ def test_a_partial_copy_of_object_storage_continues(
     assert seen[-1][0] == seen[-1][1]
 
 
-def remote_copy(environment: dict[str, str], url: str) -> str:
+def copy_of(environment: dict[str, str], url: str) -> str:
+    """Return the directory for the copy of a bucket's folder."""
     code = f"from weft.models.checkpoint.locate import remote; print(remote({url!r}).copy)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     return done.stdout.strip()
+
+
+@pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_missing_driver_is_named(tmp_path: Path) -> None:
+    message = error({"XDG_CACHE_HOME": str(tmp_path)}, "gs://models/tiny")
+    assert message == "gs://models/tiny needs gcsfs: pip install 'weft[gs]'"
