@@ -42,6 +42,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     refuse_others(fields)
     decoder = Decoder.read(fields)
     tied = fields.flag("tie_word_embeddings", False)
+    context = fields.integer("max_position_embeddings", family.max_position_embeddings)
     return ModelSpec(
         architecture=architecture,
         dtype=_dtype(fields),
@@ -50,9 +51,9 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         num_heads=decoder.heads,
         num_kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
-        max_model_len=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps"),
-        rope=_rope(fields, family.rope_theta),
+        max_model_len=context,
+        norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        rope=_rope(fields, family.rope_theta, context),
         embedding=decoder.table("model.embed_tokens"),
         layers=tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers)),
         norm=decoder.norm("model.norm"),
@@ -132,21 +133,24 @@ class Family:
     Attributes:
         model_type: its name in config.json.
         describe_layer: describes layer i.
-        rope_theta: the rotary embedding's base, if config.json does not say.
+        max_position_embeddings, rms_norm_eps, rope_theta: their values where config.json has none,
+            as in transformers.
     """
 
     model_type: str
     describe_layer: Callable[[Fields, Decoder, int], LayerSpec]
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", _llama),
-    "MistralForCausalLM": Family("mistral", _mistral),
-    "MixtralForCausalLM": Family("mixtral", _mixtral, rope_theta=1_000_000.0),
-    "Qwen2ForCausalLM": Family("qwen2", _qwen2),
-    "Qwen3ForCausalLM": Family("qwen3", _qwen3),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe),
+    "LlamaForCausalLM": Family("llama", _llama, 2048),
+    "MistralForCausalLM": Family("mistral", _mistral, 131_072),
+    "MixtralForCausalLM": Family("mixtral", _mixtral, 131_072, 1e-5, 1_000_000.0),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2, 32_768),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3, 32_768),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, 32_768),
 }
 
 
@@ -178,7 +182,7 @@ def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
     return _window(fields, default=4096) if kinds[i] == "sliding_attention" else None
 
 
-def _rope(fields: Fields, default_theta: float) -> RopeSpec:
+def _rope(fields: Fields, default_theta: float, context: int) -> RopeSpec:
     """Read the rotary embedding, with transformers' priorities.
 
     `rope_scaling` replaces `rope_parameters`. Inside it, `rope_theta` comes before the one beside
@@ -210,8 +214,6 @@ def _rope(fields: Fields, default_theta: float) -> RopeSpec:
         high_freq_factor=high,
         original_max_len=fields.integer(
             "original_max_position_embeddings",
-            scaling.integer(
-                "original_max_position_embeddings", fields.integer("max_position_embeddings")
-            ),
+            scaling.integer("original_max_position_embeddings", context),
         ),
     )

@@ -135,6 +135,11 @@ class Tokenizer:
         backend.no_padding()
         config_file = path / "tokenizer_config.json"
         config = _read_json(config_file)
+        if config.get("split_special_tokens"):
+            raise ModelError(
+                f"{config_file}: split_special_tokens is {config['split_special_tokens']!r}; "
+                "supported is false"
+            )
         named = _special_tokens(path, config)
         _add_tokens(backend, config, named, config_file)
         special_tokens = {name: text for name, each in named.items() if (text := _text_of(each))}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import modeling_rope_utils
@@ -51,6 +52,19 @@ def test_sizes_come_from_the_config() -> None:
     assert spec.parameters == 2 * 320 * 64 + 2 * per_layer + 64
     assert spec.weight_bytes() == 2 * spec.parameters
     assert spec.weight_bytes("float32") == 4 * spec.parameters
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_absent_fields_have_transformers_defaults(architecture: str) -> None:
+    family = FAMILIES[architecture]
+    config = QWEN3_MOE | {"architectures": [architecture], "num_local_experts": 8}
+    for name in ("max_position_embeddings", "rms_norm_eps"):
+        del config[name]
+    spec = build_spec(config, SOURCE)
+    theirs = transformers.CONFIG_MAPPING[family.model_type]()
+    assert spec.max_model_len == theirs.max_position_embeddings
+    assert spec.norm_eps == theirs.rms_norm_eps
+    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

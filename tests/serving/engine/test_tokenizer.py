@@ -141,6 +141,12 @@ def test_added_tokens_of_another_shape_are_refused(tmp_path: Path, value: Any) -
         Tokenizer.load(path)
 
 
+def test_special_tokens_that_texts_split_are_refused(tmp_path: Path) -> None:
+    path = kinds.write_byte_level(tmp_path, split_special_tokens=True)
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: split_special_tokens is True"):
+        Tokenizer.load(path)
+
+
 @pytest.mark.parametrize("value", [3, [{"template": "x"}], ["x"], {"default": 3}, [None]])
 def test_a_chat_template_of_another_shape_is_refused(tmp_path: Path, value: Any) -> None:
     path = kinds.write_byte_level(tmp_path, chat_template=value)
