@@ -111,7 +111,7 @@ class _Server:
         self._state: ServerState | None = None
         self._stop = asyncio.Event()
         self._abort = asyncio.Event()
-        self._cut_off = 0  # requests that a second signal has ended
+        self._cut_off = 0  # requests ended by a second signal
 
     async def run(self) -> int:
         """Start, serve and shut down; returns the exit status."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
 
 MAX_TRIES = 2  # engine failures with a row before the row gets an error
-ALIKE = 100  # first rows whose common error ends a run
+ALIKE = 100  # first rows; a common error of all ends the run
 _LOOKUP = 4096  # rows per query of the journal
 _READ_AHEAD = 256, 1 << 20  # maximum rows, and bytes of lines, to read at once
 
@@ -319,7 +319,7 @@ class _Outcome(msgspec.Struct):
 
 
 class _Alike:
-    """Notices that the first rows all fail with the same error, apart from its numbers."""
+    """Notices when the first rows all fail with the same error, apart from its numbers."""
 
     def __init__(self) -> None:
         self._first: tuple[str | None, str] | None = None

@@ -23,7 +23,7 @@ class ThroughputLog:
         self._time = time.monotonic()
 
     def tick(self) -> None:
-        """Log a line if a period has passed in which the engine had work."""
+        """Log a line if a period has passed and the engine had work."""
         now = time.monotonic()
         if now - self._time < PERIOD:
             return

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,6 +34,10 @@ from weft.serving.executor.backend import (
     require_same,
     symmetric_bytes,
 )
+
+if TYPE_CHECKING:
+    from weft.models.memory.plan import MemoryPlan
+    from weft.models.spec.layout import Layout
 
 LINE_EVERY = 10.0  # seconds between two log lines
 
@@ -119,9 +124,7 @@ def load_model(
         ModelError: the checkpoint cannot be found, understood or loaded.
     """
     from weft.models.checkpoint.locate import read_spec
-    from weft.models.memory.activations import cpu_activations, triton_activations
     from weft.models.memory.available import available_memory
-    from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout, check_layout
     from weft.models.torch.device import choose_device, free_memory
     from weft.models.torch.group import make_groups, meet
@@ -168,22 +171,16 @@ def load_model(
         free = available_memory() // context.ranks_on_node
     else:
         free = config.replica.memory // context.ranks_on_node
-    ledger = MemoryPlan(
-        spec=layout.local(spec),
+    ledger = plan_memory(
+        config,
+        spec,
+        layout,
         dtype=dtype,
-        quantization=config.quantization,
-        available=free,
-        memory_fraction=config.memory_fraction,
-        kv_cache_memory=config.kv_cache_memory,
-        block_size=config.block_size,
-        cp=config.cp,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        dp_size=layout.dp_size,
-        count_activations=triton_activations if triton else cpu_activations,
+        free=free,
+        triton=triton,
         buffers=buffers,
-        graph_requests=recorded,
+        recorded=recorded,
     ).ledger()
     if interpreted and context.rank == config.replica.number == 0:
         logger.warning(
@@ -244,8 +241,53 @@ def fetched(config: EngineConfig, progress: Progress) -> Path:
     return locate(config.model, config.revision)
 
 
+def plan_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    dtype: str,
+    max_model_len: int,
+    free: int,
+    triton: bool = False,
+    buffers: int = 0,
+    recorded: int = 0,
+) -> MemoryPlan:
+    """Plan a rank's memory with torch.
+
+    Args:
+        config, spec, layout: settings, the whole model, and the rank's part of it.
+        dtype: compute type.
+        max_model_len: maximum number of tokens in a request.
+        free: free bytes for this rank.
+        triton: Triton kernels run the model.
+        buffers: bytes of symmetric memory.
+        recorded: requests in the largest step recorded as a CUDA graph.
+    """
+    from weft.models.memory.activations import cpu_activations, triton_activations
+    from weft.models.memory.plan import MemoryPlan
+
+    return MemoryPlan(
+        spec=layout.local(spec),
+        dtype=dtype,
+        quantization=config.quantization,
+        available=free,
+        memory_fraction=config.memory_fraction,
+        kv_cache_memory=config.kv_cache_memory,
+        block_size=config.block_size,
+        cp=config.cp,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        dp_size=layout.dp_size,
+        count_activations=triton_activations if triton else cpu_activations,
+        buffers=buffers,
+        graph_requests=recorded,
+    )
+
+
 def log_ledger(scope: str, ledger: Ledger) -> None:
-    """Log the memory ledger, a record for each line; `scope` says whose it is."""
+    """Log the memory ledger, a record for each line; `scope` names its owner."""
     for line in ledger.render().splitlines():
         logger.info("memory%s: %s", scope, line)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from support.checkpoints import make_checkpoint
 from support.commands import run_each
 
 from weft import LLM, SamplingParams
+from weft.models.memory.ledger import human_bytes
 
 COMMANDS = ("batch", "chat", "config", "doctor", "eval", "generate", "join", "serve")
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -128,6 +130,28 @@ def test_unknown_names_in_file_and_environment_are_refused(run: Run, tmp_path: P
     assert "did you mean WEFT_PORT?" in error_of(done)
 
 
+def test_config_shows_what_defaults_come_to(run: Run) -> None:
+    flags = ("--max-num-seqs", "3", "--max-num-batched-tokens", "64", "--device", "cpu")
+    found = json.loads(run("config", "--json", *flags).stdout)
+    assert found["max_model_len"] == {"value": 2048, "source": "default: the model's context"}
+    assert found["dtype"] == {"value": "bfloat16", "source": "default: the checkpoint's"}
+    assert found["device"] == {"value": "cpu", "source": "--device"}
+    assert found["kernels"]["value"] == "plain"
+    assert found["threads"]["value"] >= 1
+    cache = found["kv_cache_memory"]
+    assert cache["source"] == "default: what requests can use"
+    log = run("generate", "Hi", "--max-tokens", "1", *flags).stderr
+    assert re.search(rf"memory: KV cache +{human_bytes(cache['value'])} ", log)
+    # What is set stays, and a model that is not here says nothing.
+    found = json.loads(
+        run("config", "--json", "--max-model-len", "64", "--dtype", "float32").stdout
+    )
+    assert found["max_model_len"] == {"value": 64, "source": "--max-model-len"}
+    assert found["dtype"] == {"value": "float32", "source": "--dtype"}
+    found = json.loads(run("config", "--json", "--model", "nowhere").stdout)
+    assert found["max_model_len"] == {"value": None, "source": "default"}
+
+
 def test_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> None:
     (tmp_path / "weft.toml").write_text('port = 1\nmax_queue = 7\nkv_cache_memory = "1G"\n')
     arguments = ("config", "--config", "weft.toml", "--port", "3")
@@ -136,7 +160,7 @@ def test_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> No
     assert found["max_num_seqs"] == {"value": 5, "source": "WEFT_MAX_NUM_SEQS"}
     assert found["max_queue"] == {"value": 7, "source": "max_queue in weft.toml"}
     assert found["kv_cache_memory"]["value"] == 2**30
-    assert found["threads"] == {"value": None, "source": "default"}
+    assert found["request_timeout"] == {"value": None, "source": "default"}
     table = run(*arguments, WEFT_NODE_TOKEN="a secret of some length").stdout
     assert ["port", "3", "--port"] in [line.split() for line in table.splitlines()]
     assert ["node_token", "(set)", "WEFT_NODE_TOKEN"] in [

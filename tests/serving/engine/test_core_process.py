@@ -61,6 +61,19 @@ def test_the_first_of_several_shows_what_each_takes(
         loaded.runner.close()
     assert caplog.text.count("memory of each of 2 engine cores: KV cache ") == 1
     assert "of the 102.4 MiB that weft may take" in caplog.text
+    assert "to run several, set --kv-cache-memory" not in caplog.text
+
+
+def test_a_cache_of_all_the_memory_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("weft.models.memory.available.available_memory", lambda: 2**26)
+    model = str(make_checkpoint(tmp_path, "qwen3"))
+    config = EngineConfig(model, device="cpu", max_num_seqs=1000, max_num_batched_tokens=64)
+    for settings, announced in ((config, 1), (replace(config, kv_cache_memory=2**20), 1)):
+        load_model(settings, lambda done, total: None).runner.close()
+        assert caplog.text.count("to run several, set --kv-cache-memory") == announced
 
 
 told = threading.Event()

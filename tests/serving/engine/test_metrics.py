@@ -1,4 +1,4 @@
-"""What is measured on the stream of an answer, and what is not; and vLLM's names for it."""
+"""Measurements on the stream of an answer, and vLLM's names for metrics."""
 
 from __future__ import annotations
 

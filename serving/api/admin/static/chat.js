@@ -11,11 +11,11 @@ const STORE = "weft-conversation"; // in this tab's storage
 let model = "";
 let turns = []; // { message, as the API takes it; of answers: reasoning, facts, model }
 let running = null; // AbortController of the answer under way
-let partial = () => []; // turns that are not in `turns` yet, for there is no whole answer
+let partial = () => []; // turns of the answer under way
 
 export function setModel(name) {
   model = name;
-  find("examples").hidden = !name.startsWith("weft-demo"); // they are questions that it can answer
+  find("examples").hidden = !name.startsWith("weft-demo"); // it can answer them
 }
 
 /** Keep the conversation as long as the tab, so that it is there after a reload. */

@@ -1,9 +1,9 @@
-// Markdown as DOM nodes. marked only reads it: no HTML is ever parsed here, so none can run.
+// Markdown as DOM nodes. marked only reads it. No HTML is ever parsed here, so none can run.
 
 import { copyButton, make } from "./dom.js";
 import { lexer } from "./marked.js";
 
-const LONGEST = 300_000; // characters; beyond that the text stays as it is
+const LONGEST = 300_000; // characters; longer texts stay as they are
 const DEEPEST = 40; // blocks in blocks
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const ENTITY = /&(?:(amp|lt|gt|quot|apos|nbsp)|#(\d{1,7})|#x([\da-f]{1,6}));/gi;
@@ -136,7 +136,7 @@ export class Markdown {
   constructor() {
     this.element = make("div", { class: "text markdown" });
     this.source = "";
-    this.settled = []; // sources of the blocks that stay as they are
+    this.settled = []; // sources of the complete blocks
     this.start = 0; // of the other blocks, in `source`
     this.open = []; // their nodes
   }

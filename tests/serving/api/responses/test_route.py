@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any, cast
 
 import openai
@@ -17,6 +18,7 @@ from weft.serving.api.generation import Generation
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.responses.requests import ResponsesRequest
 from weft.serving.api.responses.route import _Writer
+from weft.serving.engine.sampling_params import NEUTRAL, SamplingParams
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": False}
@@ -211,7 +213,8 @@ def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any
 )
 def test_a_failure_says_whose_fault_it_is(error: RequestError | EngineError, code: str) -> None:
     body = ResponsesRequest.model_validate({"model": "echo", "input": "hi"})
-    event = _Writer(body, cast(Generation, None), cast(AnswerFormat, None)).failure(error).decode()
+    generation = cast(Generation, SimpleNamespace(params=SamplingParams(), defaults=NEUTRAL))
+    event = _Writer(body, generation, cast(AnswerFormat, None)).failure(error).decode()
     name, data = event.rstrip("\n").split("\n")
     assert name == "event: response.failed"
     response = json.loads(data.removeprefix("data: "))["response"]
