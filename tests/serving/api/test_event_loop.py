@@ -21,6 +21,7 @@ from weft.serving.api.middleware import access_log
 from weft.serving.api.middleware.request_context import RequestContext, heavy
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.chat_templates import ChatTemplates
 from weft.serving.engine.engine import AsyncEngine
 
 CHAT = {
@@ -168,8 +169,7 @@ async def test_a_message_that_is_far_too_long_is_not_rendered(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch()
-    tokenizer = engine.tokenizer
-    monkeypatch.setattr(tokenizer, "render_chat", watch.over(tokenizer, "render_chat"))
+    monkeypatch.setattr(ChatTemplates, "render", watch.over(ChatTemplates, "render"))
     body = {"model": "echo", "messages": [{"role": "user", "content": "hi " * 100_000}]}
     status, answer = await LocalApi(build_app(ServerState("echo", engine=engine))).post(
         "/v1/chat/completions", json.dumps(body).encode()

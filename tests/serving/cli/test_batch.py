@@ -61,7 +61,7 @@ LINES: list[tuple[dict[str, Any] | str | bytes, str | None]] = [
     (request("g", prompt="one", model="other"), "there is no model 'other'"),
     (request("h", prompt="one", temperature=7), "temperature is 7.0; it must be in [0.0, 2.0]"),
     ({"prompt": "one", "frobnicate": 1}, "frobnicate is not a field"),
-    ({"prompt": "the weather " * 1000}, "the context is 512"),
+    ({"prompt": "the weather " * 1000}, "the maximum is 512"),
     ({"prompt": "\ud800"}, "line 19 is not JSON"),
     (b'{"prompt": "\xff"}', "line 20 is not JSON"),
     ({"prompt": "one", "n": 4}, "this server has room for 3"),
