@@ -132,11 +132,15 @@ def described_devices(topology: str) -> list[jax.Device]:
     """
     if not is_installed() or find_spec("libtpu") is None:
         raise ConfigError(f"weft compile needs jax and libtpu: {INSTALL}")
-    # libtpu must neither look for this node's TPUs nor block other compilations.
+    # libtpu must neither look for this node's TPUs nor block other compilations. The last three
+    # keep it from warning about them; the topology alone decides.
     for name, value in (
         ("JAX_PLATFORMS", "cpu"),
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_WORKER_ID", "0"),
     ):
         os.environ.setdefault(name, value)
     import jax
