@@ -17,6 +17,7 @@ from weft.serving.api.middleware.access_log import AccessLog
 from weft.serving.api.middleware.auth import KeyGuard, open_paths
 from weft.serving.api.middleware.body_size import BodyLimits
 from weft.serving.api.middleware.keys import Keyring
+from weft.serving.api.middleware.web_pages import PageGuard
 from weft.serving.api.openai import batches, chat, completions, embeddings, files, models
 from weft.serving.api.responses import route as responses
 from weft.serving.api.state import ServerState
@@ -61,11 +62,11 @@ def build_app(
     app: ASGIApp = BodyLimits(api)
     if (paths := open_paths(config)) is not None:
         app = KeyGuard(app, keys or Keyring(config), paths)
-    app = AnthropicErrors(app)
-    if config.cors_origins is not None:
+    app = AnthropicErrors(PageGuard(app, config))
+    if config.origins:
         app = CORSMiddleware(
             app,
-            allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
+            allow_origins=config.origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id"],

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema, from_json
 
 from weft.errors import RequestError
+from weft.serving.api.body_room import LARGE
 from weft.serving.api.errors import explain, field_name
 from weft.serving.api.json_counts import Counts, count
 from weft.serving.api.middleware.request_context import heavy
@@ -37,8 +38,6 @@ MAX_KEYS = 2048
 """Maximum number of keys in an object with checked values, such as metadata."""
 _UNKNOWN_FIELDS = 32  # maximum number; each is an error of its own
 _EXPLAINED = 1 << 16  # maximum bytes of a body that is searched again for the field at fault
-LARGE = 1 << 16
-"""A body with more bytes is read in a thread, and its values are counted first."""
 _HEAVY = Counts(containers=1 << 12, values=1 << 17)  # only one heavier body is read at a time
 _MAX_NAME = 80  # characters of a field's name in an error
 
@@ -167,21 +166,26 @@ class _ReadRequest(Request):
 async def _validated(state: ServerState, model: type[Body], request: Request) -> Body | None:
     """Read and validate a body; None if it is empty.
 
-    A large body is read in a thread. Its lists and objects are validated one by one in Python, so
-    the event loop gets its turn between two of them.
+    A large body is read in a thread, and its values are counted first. Its lists and objects are
+    validated one by one in Python, so the event loop gets its turn between two of them.
 
     Raises:
-        RequestError: the body is invalid.
+        RequestError: the body is invalid, or other large bodies take all the room.
     """
-    chunks = [chunk async for chunk in Request(request.scope, request.receive).stream() if chunk]
-    if not chunks:
-        return None
-    if sum(map(len, chunks)) <= LARGE:
-        return _valid(model, chunks)
-    counts = await asyncio.to_thread(lambda: count(b"".join(chunks)))
-    if counts.containers > _HEAVY.containers or counts.values > _HEAVY.values:
-        heavy.set(True)
-    return await state.aside(_valid, model, chunks)
+    room = state.body_room
+    with room.place() as arriving:
+        async for chunk in Request(request.scope, request.receive).stream():
+            arriving.add(chunk)
+        room.arrived(arriving)
+        chunks = arriving.chunks
+        if not arriving.size:
+            return None
+        if arriving.size <= LARGE:
+            return _valid(model, chunks)
+        counts = await asyncio.to_thread(lambda: count(b"".join(chunks)))
+        if counts.containers > _HEAVY.containers or counts.values > _HEAVY.values:
+            heavy.set(True)
+        return await state.aside(_valid, model, chunks)
 
 
 def _valid(model: type[Body], chunks: list[bytes]) -> Body:

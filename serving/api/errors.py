@@ -35,6 +35,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status; no client reads it, but the log s
 _RETRY_AFTER_SECONDS = {503: 5}  # unless the error has its own estimate
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MAX_MESSAGE = 2000  # characters
+_MAX_PARAM = 200  # characters; an unknown field may have any name
 _MAX_SHOWN = 80  # characters of a wrong value in a message
 
 INTERNAL_ERROR = RequestError("internal error; the server's log has the details", status=500)
@@ -219,6 +220,8 @@ def _beginning(value: Any) -> Any:
 def _body(status: int, message: str, param: str | None, code: str | None) -> ErrorResponse:
     if len(message) > _MAX_MESSAGE:  # such as one with a client's value
         message = message[:_MAX_MESSAGE] + "..."
+    if param is not None and len(param) > _MAX_PARAM:
+        param = param[:_MAX_PARAM] + "..."
     kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
     if code is None and status >= 404:
         code = HTTPStatus(status).phrase.lower().replace(" ", "_")

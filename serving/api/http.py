@@ -1,14 +1,18 @@
 """The HTTP server: uvicorn around the application, with limits on each connection.
 
-uvicorn's protocol for HTTP/1.1 (httptools) lacks four limits, which `BoundedProtocol` adds:
+uvicorn's protocol for HTTP/1.1 (httptools) lacks some limits, which `BoundedProtocol` adds:
 
     size of a request's head        a client could fill the memory
+    connections without a request   clients could take all of this process's file descriptors
     time for a request to arrive    a few clients that send a byte now and then would hold all
                                     sockets
     time for a client to read       the application waits at 64 KiB of unread data, and meanwhile
                                     its request holds blocks of the KV cache
     requests sent ahead             uvicorn queues all of them (pipelining, RFC 9112, section
                                     9.3.2), and reports a disconnection only to the last
+
+It also refuses other versions of HTTP and requests without one `Host`, and it never sends a chunked
+body to an HTTP/1.0 client.
 
 Refusals keep the order of a connection: earlier requests get their responses first, and then the
 connection ends.
@@ -21,15 +25,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.errors import RequestError
@@ -43,17 +49,48 @@ from weft.serving.config.settings import ServerConfig
 if TYPE_CHECKING:
     from weft.serving.api.middleware.tracing import Tracer
 
-MAX_HEAD = 64 * 1024  # bytes in request line and headers; one read of the socket may exceed it
+MAX_HEAD = 64 * 1024  # bytes in the URL and the headers
+MAX_URL = 8 * 1024  # bytes; as in nginx, and no route needs a tenth of it
+MAX_WAITING = 4096  # connections without a complete request, each with at most MAX_HEAD in memory
 ARRIVAL_TIMEOUT = 60.0  # seconds for a whole request to arrive
 ARRIVAL_BYTES = 1024 * 1024  # a body that brings this many bytes in time gets as long again
 MAX_UNANSWERED = 8  # requests on one connection, including the current one
 _KEEP_ALIVE = 75  # seconds; longer than in load balancers, so that they close the connection
 _BACKLOG = 2048
 _LAST_RESPONSES = 5  # seconds for clients to read complete responses at shutdown
+_MAX_FILES = 65536  # file descriptors that this process asks for
+
+
+class Waiting:
+    """The connections that wait for a complete request, with a maximum number.
+
+    A connection beyond it closes the one that has waited longest. So clients that connect and send
+    nothing, or only a part of a request, keep nobody out. Connections with a complete request are
+    not counted: the queue of requests is bounded.
+
+    Args:
+        most: maximum number of connections.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._connections: dict[BoundedProtocol, None] = {}  # ordered
+
+    def add(self, connection: BoundedProtocol) -> None:
+        """Add a connection, and close another one if there are too many."""
+        self._connections[connection] = None
+        if len(self._connections) > self._most:
+            oldest = next(iter(self._connections))
+            self.remove(oldest)
+            oldest.make_room()
+
+    def remove(self, connection: BoundedProtocol) -> None:
+        """Remove a connection; it may be absent."""
+        self._connections.pop(connection, None)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits: 431 for a large head, 408 for a late request, 400 for others.
+    """uvicorn's protocol with limits: 431 for a large head, 408 for a late request, and others.
 
     Requests beyond MAX_UNANSWERED are dropped. Clients that send requests ahead must expect that,
     and repeat them on another connection.
@@ -62,29 +99,39 @@ class BoundedProtocol(HttpToolsProtocol):
         write_timeout: seconds for a client to read 64 KiB of waiting data. Then the connection is
             cut, which ends its request as if the client had disconnected.
         draining: returns whether the server is shutting down.
+        waiting: the server's connections without a complete request.
         arguments, named: arguments for uvicorn's protocol.
     """
 
     url = b""  # until a request has begun
+    _fault = 400, "this is not an HTTP/1.1 request"  # what the parser is about to stop for
     _head_bytes = 0
     _new_bytes = 0  # since the arrival timer started
     _arrival: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def __init__(
-        self, *arguments: Any, write_timeout: float, draining: Callable[[], bool], **named: Any
+        self,
+        *arguments: Any,
+        write_timeout: float,
+        draining: Callable[[], bool],
+        waiting: Waiting,
+        **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self._write_timeout = write_timeout
         self._draining = draining
+        self._waiting = waiting
         self._unanswered: deque[RequestResponseCycle] = deque()
         self._ending = False  # no more requests are accepted
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._waiting.add(self)
         self._await_arrival()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.remove(self)
         self._arrived()
         self._read()
         for cycle in self._unanswered:
@@ -113,19 +160,33 @@ class BoundedProtocol(HttpToolsProtocol):
         self._new_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > MAX_HEAD:
-            self._refuse(431, f"the request's head is too large; the maximum is {MAX_HEAD} bytes")
+            self._refuse(*_LARGE_HEAD)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is not an HTTP/1.1 request")
+        self._refuse(*self._fault)
 
     def on_message_begin(self) -> None:
         if len(self._unanswered) == MAX_UNANSWERED:
-            raise BufferError("too many requests ahead")  # ends the parser: see send_400_response
+            self._stop(400, "too many requests ahead")  # which the client does not see
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 1  # it arrived with the end of the last request
         self._await_arrival()
 
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URL:
+            self._stop(414, f"the URL is too long; the maximum is {MAX_URL} bytes")
+
     def on_headers_complete(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop(505, f"the version of HTTP is {version}; send HTTP/1.1")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            self._stop(400, f"the request has {hosts} Host headers; send one")
+        size = sum(len(name) + len(value) + 4 for name, value in self.headers)  # ": " and "\r\n"
+        if size + len(self.url) > MAX_HEAD:
+            self._stop(*_LARGE_HEAD)
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         if self._draining():
@@ -137,11 +198,32 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._head_bytes = 0
         self._arrived()
+        if self._unanswered:
+            self._waiting.remove(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
+        if all(cycle.more_body for cycle in self._unanswered) and not self.transport.is_closing():
+            self._waiting.add(self)
         super().on_response_complete()
+
+    def make_room(self) -> None:
+        """Close this connection, because others need its place."""
+        if self._head_bytes == 0:  # no request has begun
+            self.transport.close()
+        else:
+            self._refuse(503, "too many connections send a part of a request; try again")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _unchunked(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def _stop(self, status: int, message: str) -> NoReturn:
+        """End the parser, which then calls `send_400_response`."""
+        self._fault = status, message
+        raise BufferError(message)
 
     def _await_arrival(self) -> None:
         self._arrived()
@@ -187,14 +269,51 @@ class BoundedProtocol(HttpToolsProtocol):
         if is_anthropics(path):
             content = anthropic_error(status, message)
         body = msgspec.json.encode(content)
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-            "content-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n"
-            "connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        head = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            *(["retry-after: 1"] if status == HTTPStatus.SERVICE_UNAVAILABLE else []),
+            "connection: close",
+        ]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
+
+
+_LARGE_HEAD = 431, f"the request's head is too large; the maximum is {MAX_HEAD} bytes"
+
+
+def _unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Wrap the application for an HTTP/1.0 client, which does not know chunked bodies.
+
+    A body of unknown length ends with the connection (RFC 9112, sections 6.1 and 6.3).
+    """
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        until_close = False
+
+        async def sending(message: Message) -> None:
+            nonlocal until_close
+            if message["type"] == "http.response.start":
+                until_close = b"content-length" not in dict(message["headers"])
+                if until_close:
+                    cycle.chunked_encoding = False  # uvicorn then expects a length
+            elif until_close:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return wrapped
+
+
+def _raise_file_limit() -> int:
+    """Raise the limit of file descriptors, which is often 1024, as far as allowed; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 class HttpServer(uvicorn.Server):
@@ -220,6 +339,7 @@ class HttpServer(uvicorn.Server):
             BoundedProtocol,
             write_timeout=config.write_timeout,
             draining=lambda: state.draining,
+            waiting=Waiting(min(MAX_WAITING, _raise_file_limit() // 2)),
         )
         super().__init__(
             uvicorn.Config(

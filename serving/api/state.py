@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
 from weft.models.checkpoint.locate import model_name
+from weft.serving.api.body_room import BodyRoom
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.auth import open_paths
 from weft.serving.api.middleware.request_context import RequestContext, heavy
@@ -46,6 +47,7 @@ class ServerState:
         created: seconds since 1970 at the server's start.
         state_dir: folder for files and batches; None for a temporary folder.
         open_paths: paths that need no API key; None if the server has no keys.
+        body_room: memory for large bodies.
         metrics: counters and latencies.
         batches: files and batches.
     """
@@ -62,6 +64,7 @@ class ServerState:
     created: int = field(default_factory=now)
     state_dir: Path | None = None
     open_paths: frozenset[str] | None = None
+    body_room: BodyRoom = field(init=False, default_factory=BodyRoom)
     metrics: Metrics = field(init=False)
     batches: BatchService = field(init=False)
     _answer_format: AnswerFormat | None = field(init=False, default=None)

@@ -7,6 +7,7 @@ a field: the flag, file key, environment variable, help text, type and range all
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -47,6 +48,8 @@ ToolParser = Literal[
 ReasoningParser = Literal["auto", "none", "gemma4", "mistral", "openai_gptoss", "think"]
 MAX_RANKS = 64
 """Maximum ranks per engine, on all its machines together."""
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
+_HOST_NAME = re.compile(r"\*|[a-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +398,13 @@ class ServerConfig:
         str | None,
         Help("web origins allowed by CORS, such as https://a.example,https://b.example; or *"),
     ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        Help(
+            "host names of this server besides localhost, separated by commas; or *. Checked by "
+            "default on loopback without API keys"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -402,6 +412,32 @@ class ServerConfig:
             if getattr(self, name) is not None and self.ssl_certfile is None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} is given without --ssl-certfile")
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--cors-origins has {origin!r}; an origin is such as https://app.example, "
+                    "with a port if it has one, without a path"
+                )
+        for name in self.host_names:
+            if not _HOST_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"--allowed-hosts has {name!r}; a name is such as llm.example.com, without a "
+                    "port"
+                )
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """The entries of `cors_origins`."""
+        return _entries(self.cors_origins)
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """The entries of `allowed_hosts`, in lower case."""
+        return frozenset(name.lower() for name in _entries(self.allowed_hosts))
+
+
+def _entries(text: str | None) -> frozenset[str]:
+    return frozenset() if text is None else frozenset(each.strip() for each in text.split(","))
 
 
 TOPICS: dict[str, tuple[str, ...]] = {
@@ -412,7 +448,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Server": (*("host", "port", "served_model_name", "tool_parser", "reasoning_parser", "page"),),
     "Security": (
         *("api_key", "api_key_file", "open_metrics"),
-        *("max_requests_per_key", "tokens_per_minute_per_key", "cors_origins"),
+        *("max_requests_per_key", "tokens_per_minute_per_key"),
+        *("cors_origins", "allowed_hosts"),
         *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"),
     ),
     "Engine and scheduling": (

@@ -93,8 +93,10 @@ class Server:
         more = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-            b"%bcontent-length: %d\r\n\r\n" % (more, len(content)) + content
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\n%bcontent-length: %d\r\n\r\n"
+            % (more, len(content))
+            + content
         )
         return connection
 

@@ -1,4 +1,4 @@
-"""Middleware that refuses bodies of the wrong size or type before they are read."""
+"""Middleware that refuses bodies of the wrong size, type or encoding before they are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _JSON = "application/json"
 
 
 class BodyLimits:
-    """ASGI middleware: 413 for a body that is too large, 415 for a wrong content type.
+    """ASGI middleware: 413 for a body that is too large, 415 for a wrong type or encoding.
 
     Bodies are JSON of up to `MAX_BODY`, and for /v1/files a form of up to `MAX_UPLOAD`.
     """
@@ -31,13 +31,18 @@ class BodyLimits:
         wanted, most = ("multipart/form-data", MAX_UPLOAD) if upload else (_JSON, MAX_BODY)
         kind, length = headers.get("content-type", ""), headers.get("content-length", "0")
         empty = length == "0" and "transfer-encoding" not in headers
-        # Without a type it is JSON. Not from web pages: they could reach a server without CORS so.
-        if not (kind or empty or upload or "origin" in headers):
+        if not (kind or empty or upload):  # without a type it is JSON
             kind = _JSON
             scope = {**scope, "headers": [*scope["headers"], (b"content-type", kind.encode())]}
         if kind.partition(";")[0].strip().lower() != wanted and (kind or not empty):
             message = f"the content type is {kind!r}; send {wanted}"
             await error_response(415, message)(scope, receive, send)
+            return
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            message = f"the content encoding is {coding!r}; send the body as it is, uncompressed"
+            accepted = {"accept-encoding": "identity"}
+            await error_response(415, message, headers=accepted)(scope, receive, send)
             return
         if not length.isdecimal() or int(length) > most:
             # The connection is closed, so the body need not be read.

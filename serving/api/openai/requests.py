@@ -369,6 +369,8 @@ def _have_content(messages: list[Message]) -> list[Message]:
     for i, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
             param = f"messages[{i}].content"
+            if "content" in message.model_fields_set:
+                raise RequestError(f"{param} is null; it must be a text or parts", param=param)
             raise RequestError(f"{param} is missing", param=param, code="missing_parameter")
     return messages
 

@@ -16,12 +16,12 @@ from support.engine import started
 from weft.serving.api import body as bodies
 from weft.serving.api import generation
 from weft.serving.api.app import build_app
+from weft.serving.api.body_room import LARGE
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware import access_log
 from weft.serving.api.middleware.request_context import RequestContext, heavy
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.chat_templates import ChatTemplates
 from weft.serving.engine.engine import AsyncEngine
 
 CHAT = {
@@ -116,14 +116,14 @@ MANY = [{"role": "user", "content": "hi"}] * 5000
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "a" * bodies.LARGE}),
-        ("/v1/completions", {"prompt": [1] * bodies.LARGE}),
+        ("/v1/completions", {"prompt": "a" * LARGE}),
+        ("/v1/completions", {"prompt": [1] * LARGE}),
         ("/v1/chat/completions", {"messages": MANY}),
         ("/v1/responses", {"input": MANY}),
         ("/v1/messages", {"messages": MANY, "max_tokens": 4}),
-        ("/v1/embeddings", {"input": ["a" * bodies.LARGE]}),
+        ("/v1/embeddings", {"input": ["a" * LARGE]}),
         ("/tokenize", {"messages": MANY}),
-        ("/detokenize", {"tokens": [1] * bodies.LARGE}),
+        ("/detokenize", {"tokens": [1] * LARGE}),
     ],
 )
 async def test_a_large_body_is_read_in_a_thread(
@@ -169,7 +169,8 @@ async def test_a_message_that_is_far_too_long_is_not_rendered(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch()
-    monkeypatch.setattr(ChatTemplates, "render", watch.over(ChatTemplates, "render"))
+    templates = type(engine.tokenizer.chat_templates)
+    monkeypatch.setattr(templates, "render", watch.over(templates, "render"))
     body = {"model": "echo", "messages": [{"role": "user", "content": "hi " * 100_000}]}
     status, answer = await LocalApi(build_app(ServerState("echo", engine=engine))).post(
         "/v1/chat/completions", json.dumps(body).encode()

@@ -197,7 +197,7 @@ FAULTS = [
     Fault(27, PICKLE, (415,), headers=(("content-type", "application/octet-stream"),)),
 ]
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 RAW = {
     "14 announced": (HEAD + b"content-length: 1073741824\r\n\r\n", b"413"),
     "14 in pieces": (
@@ -206,8 +206,8 @@ RAW = {
         + (b"100000\r\n" + b" " * 0x100000 + b"\r\n") * 33,
         b"413",
     ),
-    "15 one": (b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 10_000_000, b"431"),
-    "15 many": (b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"x: a\r\n" * 1_000_000, b"431"),
+    "15 one": (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 10_000_000, b"431"),
+    "15 many": (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: a\r\n" * 1_000_000, b"431"),
     "27": (PICKLE + b"\r\n\r\n", b"400"),
 }
 

@@ -64,9 +64,19 @@ def app() -> App:
 
 
 @pytest.fixture
-async def port(monkeypatch: pytest.MonkeyPatch, app: App) -> AsyncIterator[int]:
+def limits(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(http, "ARRIVAL_TIMEOUT", 0.5)
-    bounded: Any = partial(http.BoundedProtocol, write_timeout=60.0, draining=lambda: False)
+    return monkeypatch
+
+
+@pytest.fixture
+async def port(limits: pytest.MonkeyPatch, app: App) -> AsyncIterator[int]:
+    bounded: Any = partial(
+        http.BoundedProtocol,
+        write_timeout=60.0,
+        draining=lambda: False,
+        waiting=http.Waiting(http.MAX_WAITING),
+    )
     config = uvicorn.Config(app, port=0, http=bounded, ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
@@ -194,3 +204,113 @@ async def test_a_client_that_goes_is_noticed_by_all_its_requests(app: App, port:
         await asyncio.sleep(0.01)
     assert app.gone == ["/a"]
     assert app.asked == ["/a"]
+
+
+# What no server may take.
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /a HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /a HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"400"),
+        (b"GET /a HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", b"400"),
+        (b"GET /a HTTP/2.0\r\nhost: a\r\n\r\n", b"505"),
+        (b"GET /" + b"a" * http.MAX_URL + b" HTTP/1.1\r\nhost: a\r\n\r\n", b"414"),
+        (b"GET /" + b"a" * 100_000, b"414"),
+        (b"GET /a HTTP/1.1\r\nhost: a\r\nx: " + b"a" * http.MAX_HEAD + b"\r\n\r\n", b"431"),
+        (b"GET /a HTTP/1.1\r\nhost: a\r\n" + b"x: a\r\n" * 12_000 + b"\r\n", b"431"),
+    ],
+    ids=["no host", "hosts", "hosts of 1.0", "2.0", "URL", "long URL", "header", "headers"],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_a_head_that_is_refused(
+    app: App, port: int, sent: bytes, status: bytes, ahead: bool
+) -> None:
+    """With its own status; behind another request, it only ends the connection."""
+    answer = await ask(port, get("/b") + sent if ahead else sent)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 " + (b"200" if ahead else status))
+    assert ahead or len(answer) < 500
+    assert app.asked == ["/b"] * ahead
+
+
+async def test_a_head_of_just_the_limits_is_taken(app: App, port: int) -> None:
+    path = "/" + "a" * (http.MAX_URL - 1)
+    more = b"a" * (http.MAX_HEAD - http.MAX_URL - 100)
+    head = b"GET %b HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx: %b\r\n\r\n"
+    answer = await ask(port, head % (path.encode(), more))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert app.asked == [path]
+
+
+# HTTP/1.0.
+
+
+@pytest.mark.parametrize("path", ["/stream", "/hasty", "/a"])
+async def test_a_client_of_http_1_0_gets_no_chunks(port: int, path: str) -> None:
+    sent = b"POST %b HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: 0\r\n\r\n"
+    head, _, body = (await ask(port, sent % path.encode())).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    whole = {"/stream": b"one two three", "/hasty": b"has", "/a": b"done /a;"}
+    assert body == whole[path]
+    assert (b"content-length" in head) == (path == "/a")
+
+
+async def test_a_client_of_http_1_0_may_ask_for_the_head(port: int) -> None:
+    answer = await ask(port, b"HEAD /stream HTTP/1.0\r\n\r\n")
+    assert answer.endswith(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer
+
+
+# More connections than there is room for.
+
+
+@pytest.fixture
+def two_wait(limits: pytest.MonkeyPatch) -> None:
+    """At most two connections wait for a request, for as long as it takes."""
+    limits.setattr(http, "MAX_WAITING", 2)
+    limits.setattr(http, "ARRIVAL_TIMEOUT", 600.0)
+
+
+WAITING = {"nothing": b"", "a head": HEAD, "a body": HEAD + b"content-length: 10\r\n\r\nabc"}
+
+
+@pytest.mark.parametrize("first", WAITING)
+async def test_the_connection_that_waits_longest_makes_room(
+    two_wait: None, port: int, first: str
+) -> None:
+    """It is told so if it has begun a request. The others get their answers."""
+    oldest = asyncio.create_task(ask(port, WAITING[first]))
+    await asyncio.sleep(0.1)
+    others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    said = await oldest
+    assert said.startswith(b"HTTP/1.1 503 ") if first != "nothing" else said == b""
+    assert (b"retry-after: " in said) == (first != "nothing")
+    for reader, writer in others:
+        writer.write(get("/a"))
+        assert await reader.readuntil(b"done /a;")
+        writer.close()
+
+
+async def test_requests_under_way_need_no_room(app: App, two_wait: None, port: int) -> None:
+    """However many there are; a connection that has its answer waits again."""
+    under_way = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get("/a"))
+        under_way.append((reader, writer))
+        while len(app.asked) < len(under_way) - 2:
+            await asyncio.sleep(0.01)
+    answers = [reader.readuntil(b"done /a;") for reader, _ in under_way[2:]]
+    assert len(await asyncio.gather(*answers)) == 3
+    # Now five wait: the two that were first, and one of the others, must go.
+    gone = [await asyncio.wait_for(reader.read(), 60) for reader, _ in under_way[:3]]
+    assert gone == [b"", b"", b""]
+    reader, writer = under_way[-1]
+    writer.write(get("/b"))
+    assert await reader.readuntil(b"done /b;")
+    for _, writer in under_way:
+        writer.close()

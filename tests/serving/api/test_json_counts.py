@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.server import Server
 
 from weft.errors import RequestError
-from weft.serving.api import body, json_counts
+from weft.serving.api import body_room, json_counts
 from weft.serving.api.json_counts import LIMITS, Counts, count
 
 TEXTS = st.text(alphabet='a"\\[]{},:é\n', max_size=12)
@@ -91,4 +91,4 @@ def test_small_bodies_are_not_counted() -> None:
     """They cannot have too many values."""
     least = (2, 3, 2)  # bytes of `[]` and of `"",` and of `0,`
     for most, size in zip(LIMITS, least, strict=True):
-        assert most * size >= body.LARGE
+        assert most * size >= body_room.LARGE

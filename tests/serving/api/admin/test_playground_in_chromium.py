@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,28 +12,23 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Error, Locator, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Locator, Page, Route, expect
+from support.browser import chromium, needs_chromium
 from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
 from support.tokenizers import write_byte_level
 
 CHATTY_MOCK = "support.mock_runner:load_chatty"
-CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
 TIMEOUT = 30_000  # milliseconds; a loaded machine draws slowly
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here; Debian has it: apt-get install chromium"
-)
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     expect.set_options(timeout=TIMEOUT)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -418,7 +418,7 @@ def test_uploads_that_are_refused(mock: Server) -> None:
     assert http.post("/v1/files", json={"purpose": "batch"}).status_code == 415
     with socket.create_connection(("127.0.0.1", mock.port), timeout=TIMEOUT) as connection:
         connection.sendall(
-            b"POST /v1/files HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999999\r\n"
+            b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n"
             b"content-type: multipart/form-data; boundary=x\r\nx-api-key: %b\r\n\r\n"
             % KEYS[0].encode()
         )
@@ -444,7 +444,7 @@ def test_uploads_that_are_refused(mock: Server) -> None:
 )
 def test_a_path_is_no_file(mock: Server, path: str) -> None:
     """As bytes on a socket: clients put such paths in order first."""
-    fields = ("host: a", f"authorization: Bearer {KEYS[0]}", "connection: close")
+    fields = ("host: localhost", f"authorization: Bearer {KEYS[0]}", "connection: close")
     head = "\r\n".join([f"GET /v1/files/{path} HTTP/1.1", *fields, "", ""])
     answer = mock.raw(head.encode())
     assert answer.startswith(b"HTTP/1.1 404 ")
