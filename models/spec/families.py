@@ -54,10 +54,11 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         max_model_len=context,
         norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope=_rope(fields, family.rope_theta, context),
-        embedding=decoder.table("model.embed_tokens"),
+        embedding=decoder.table("model.embed_tokens", tied="lm_head" if tied else None),
         layers=tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers)),
         norm=decoder.norm("model.norm"),
         lm_head=None if tied else decoder.table("lm_head"),
+        skipped=SKIPPED,
     )
 
 
@@ -107,7 +108,8 @@ def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     if dense or (i + 1) % fields.integer("decoder_sparse_step", 1) != 0:
         return decoder.layer(i, attention, decoder.mlp(i))
     experts = decoder.experts(
-        f"model.layers.{i}.mlp",
+        i,
+        "mlp",
         ("gate_proj", "up_proj", "down_proj"),
         width=fields.integer("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", False),
@@ -117,7 +119,8 @@ def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 def _mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     experts = decoder.experts(
-        f"model.layers.{i}.block_sparse_moe",
+        i,
+        "block_sparse_moe",
         ("w1", "w3", "w2"),
         width=fields.integer("intermediate_size"),
         normalize=True,
@@ -152,6 +155,11 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family("qwen3", _qwen3, 32_768),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, 32_768),
 }
+
+
+SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "v_head.*", "visual.*")
+"""Tensors without an effect on a text's next token: tables that older versions of transformers
+saved, heads that predict several tokens, values for training, and image encoders."""
 
 
 def _dtype(fields: Fields) -> str:
