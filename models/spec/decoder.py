@@ -147,6 +147,8 @@ class Decoder:
         """
         count_field = "num_experts" if self.fields.has("num_experts") else "num_local_experts"
         count = self.fields.integer(count_field, high=MAX_PARTS)
+        if self.fields.integer("num_local_experts", count) != count:
+            raise self.fields.error("num_local_experts", f"the same as num_experts, {count}")
         top_k = self.fields.integer("num_experts_per_tok")
         if top_k > count:
             raise self.fields.error("num_experts_per_tok", f"at most {count_field}, {count}")
