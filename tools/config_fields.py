@@ -43,6 +43,9 @@ and with the fields that `transformers` reads.
 The same as `-` holds for fields without a row. The log names such a field once at load, with a
 suggestion if it resembles a field that is read: `rope_thetaa (did you mean rope_theta?)`. A field
 with the value `null` counts as absent.
+
+Sampling fields such as `temperature` count only without a `generation_config.json`; `eos_token_id`
+counts if that file has none. Other arguments of `generate()` in `config.json` are not read.
 """
 
 ROPE = """

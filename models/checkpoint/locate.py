@@ -244,8 +244,13 @@ def _what_is_there(path: Path) -> str:
 
 
 def other_weights(names: Iterable[str]) -> str:
-    """Name the weights among file names that weft does not read, and say what to do with them."""
+    """Name the weights among file names that weft does not read, and say what to do with them.
+
+    Empty if there are weights that weft reads.
+    """
     names = sorted(names)
+    if SINGLE_FILE in names or INDEX_FILE in names:
+        return ""
     for pattern, kind, remedy in OTHER_WEIGHTS:
         if found := [name for name in names if fnmatch(name, pattern)]:
             shown = ", ".join(found[:3]) + (" and others" if len(found) > 3 else "")

@@ -69,8 +69,18 @@ READ_BY: dict[str, frozenset[str]] = {
 }
 """Fields of some families: model_type -> fields. They come before the other tables."""
 
-READ_FOR_TEXT = frozenset({"eos_token_id"})
-"""Fields with an effect on the end of an answer; the tokenizer reads them."""
+READ_FOR_TEXT = frozenset(
+    {
+        "eos_token_id",
+        "max_new_tokens",
+        "min_p",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""Fields that count if generation_config.json does not have them, or does not exist."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),

@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
-from weft.models.spec.config_table import refuse_others
+from weft.models.spec.config_table import refuse_others, unread
 from weft.models.spec.decoder import Decoder
 from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
 
@@ -34,9 +34,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         ModelError: a field is missing, or the architecture or a value is not supported.
     """
     fields = Fields(config, source)
-    architecture = next(iter(fields.array("architectures")), None)
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
+    architecture = _architecture(fields)
     family = FAMILIES[architecture]
     # transformers goes by the type: another family's may have tensors with the same names.
     fields.choice("model_type", (family.model_type,), default=family.model_type)
@@ -61,6 +59,22 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         lm_head=None if tied else decoder.table("lm_head"),
         skipped=SKIPPED,
     )
+
+
+def unread_fields(config: dict[str, Any]) -> list[str]:
+    """Return the fields that weft does not know, in a config.json that `build_spec` accepts.
+
+    They have no effect in transformers either. A misspelt field has a suggestion.
+    """
+    architecture = _architecture(Fields(config, Path("config.json")))
+    return unread(config, FAMILIES[architecture].model_type)
+
+
+def _architecture(fields: Fields) -> str:
+    architecture = next(iter(fields.array("architectures")), None)
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
+    return architecture
 
 
 def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
