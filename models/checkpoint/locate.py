@@ -209,9 +209,48 @@ def is_complete(path: Path) -> bool:
     return all((path / str(name)).is_file() for name in names)
 
 
+def find_files(path: Path) -> list[Path]:
+    """List a checkpoint's safetensors files, by its index if there is one.
+
+    Raises:
+        ModelError: no file exists, one is missing, or the index is malformed.
+    """
+    if (path / SINGLE_FILE).exists():
+        return [path / SINGLE_FILE]
+    index = path / INDEX_FILE
+    if not index.exists():
+        raise ModelError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}{_what_is_there(path)}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index} names {name!r}, which is not a file beside it")
+        if not (path / name).exists():
+            raise ModelError(f"{path / name} is missing; {INDEX_FILE} names it")
+    return [path / name for name in names]
+
+
+def _what_is_there(path: Path) -> str:
+    """Name the other weights in a directory, and say what to do with them."""
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (path / name).is_symlink():
+            return (
+                f": {name} is a link to {(path / name).readlink()}, which does not exist; "
+                "download the model again"
+            )
+    return other_weights(file.name for file in path.iterdir())
+
+
 def other_weights(names: Iterable[str]) -> str:
-    """Name the weights among file names that weft does not read, and say what to do with them."""
+    """Name the weights among file names that weft does not read, and say what to do with them.
+
+    Empty if there are weights that weft reads.
+    """
     names = sorted(names)
+    if SINGLE_FILE in names or INDEX_FILE in names:
+        return ""
     for pattern, kind, remedy in OTHER_WEIGHTS:
         if found := [name for name in names if fnmatch(name, pattern)]:
             shown = ", ".join(found[:3]) + (" and others" if len(found) > 3 else "")

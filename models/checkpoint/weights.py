@@ -3,7 +3,7 @@
 1. Find the files: model.safetensors, or the shards that model.safetensors.index.json names.
 2. Read every file's header and compare it with the ModelSpec. A missing, unexpected or mis-shaped
    tensor, a dtype other than plain floating point, or a truncated file raises a ModelError with
-   file and tensor. Only the tensors in `_is_harmless` are skipped.
+   file and tensor. Only tensors in `ModelSpec.skipped` are skipped; the log names them.
 3. `Weights.read` returns one tensor at a time, or this rank's part, as a view of the mapped file.
    The caller converts or packs it and drops it. Loading therefore needs the model's memory plus one
    tensor, and reads only what the rank keeps. NaN or an infinity in a tensor raises a ModelError.
@@ -15,9 +15,11 @@ mapped file in place kills the process (SIGBUS); replacing it by renaming is saf
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.models.checkpoint.locate import INDEX_FILE, SINGLE_FILE, other_weights, read_json
+from weft.models.checkpoint.locate import find_files
+from weft.models.memory.ledger import human_bytes
 from weft.models.spec.layout import WHOLE, Layout
-from weft.models.spec.spec import ModelSpec, WeightSpec
+from weft.models.spec.spec import ModelSpec, TensorBlock, WeightSpec
 
 LM_HEAD = "lm_head.weight"
 BASE = "model."
 """Prefix of all tensor names except the LM head's."""
+QUANTIZED = (".qweight", ".qzeros", "_packed", "_scale", "_scale_inv", ".scales", ".absmax")
+"""Ends of names of tensors in quantized checkpoints."""
 LFS_POINTER = b"version https://git-lfs.github.com/"
 REMAP_BYTES = 64 * 2**20
 """Bytes read from one mapping before the file is mapped again; bounds the resident memory."""
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
+Index = tuple[int | slice, ...]
+
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total)."""
+
+logger = logging.getLogger(__name__)
 
 
 class Weights:
@@ -61,7 +70,9 @@ class Weights:
         progress: Progress | None = None,
         layout: Layout = WHOLE,
     ) -> None:
-        self._entries = _check_files(path, spec)
+        self._entries, self._blocks, skipped = _check_files(path, spec)
+        if skipped and layout.rank == 0:
+            _log_skipped(skipped, spec)
         self._spec = spec
         self.layout = layout
         own = layout.of_stage(spec).weights
@@ -89,34 +100,48 @@ class Weights:
         Small tensors share a mapping; otherwise each would parse the file's header again.
         """
         file, handle, mapped = None, None, 0
-        for name, part, size in self._to_read(weight):
+        for name, index, size in self._to_read(weight):
             entry = self._entries[name]
             if handle is None or file != entry.file or mapped > REMAP_BYTES:
                 file, handle, mapped = entry.file, _open(entry.file), 0
-            tensor = handle.get_tensor(entry.name)[part]
+            tensor = handle.get_tensor(entry.name)[index]
             _check_finite(tensor, entry)
             yield tensor
             mapped += size
-            self._count(name, size)
+            self._count(name, index, size)
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""
         return self.layout.parts(self._spec, weight)
 
-    def _to_read(self, weight: WeightSpec) -> Iterator[tuple[str, tuple[slice, ...], int]]:
-        """Yield (name, part, bytes) for each tensor that this rank reads."""
-        names, part = weight.tensor_names, self.parts(weight)
-        if weight.is_per_expert:
-            names, part = names[part[0]], part[1:]
-        numbers = math.prod(axis.stop - axis.start for axis in part)
-        for name in names:
-            yield name, part, numbers * self._entries[name].itemsize
+    def _to_read(self, weight: WeightSpec) -> Iterator[tuple[str, Index, int]]:
+        """Yield (name, index, bytes) for each tensor of which this rank reads a part.
 
-    def _count(self, name: str, size: int) -> None:
+        The index selects the part. Several parts may be in one tensor.
+        """
+        part = self.parts(weight)
+        names = weight.tensor_names
+        if (block := self._blocks.get(weight.name)) is not None:
+            moved = zip(part, block.start, strict=True)
+            part = tuple(slice(axis.start + by, axis.stop + by) for axis, by in moved)
+        if weight.is_per_expert:
+            experts, part = range(part[0].start, part[0].stop), part[1:]
+        else:
+            experts = range(1)
+        size = math.prod(axis.stop - axis.start for axis in part)
+        for expert in experts:
+            index: Index = part
+            name = names[expert] if block is None else block.name
+            if weight.is_per_expert and block is not None:
+                index = (expert, *part)
+            yield name, index, size * self._entries[name].itemsize
+
+    def _count(self, name: str, index: Index, size: int) -> None:
         """Report progress; a tensor that is read twice counts once."""
-        if name in self._read:
+        key = f"{name}{index}"
+        if key in self._read:
             return
-        self._read.add(name)
+        self._read.add(key)
         self._done += size
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -124,45 +149,22 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Location of a tensor: its file, its name there, and its bytes per element."""
+    """A tensor in a file, as the file's header describes it; `name` is its name there."""
 
     file: Path
     name: str
-    itemsize: int
+    shape: tuple[int, ...]
+    dtype: str
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element; of another dtype than those of weights, 1."""
+        return DTYPE_BYTES.get(self.dtype, 1)
 
-def find_files(path: Path) -> list[Path]:
-    """List a checkpoint's safetensors files, by its index if there is one.
-
-    Raises:
-        ModelError: no file exists, one is missing, or the index is malformed.
-    """
-    if (path / SINGLE_FILE).exists():
-        return [path / SINGLE_FILE]
-    index = path / INDEX_FILE
-    if not index.exists():
-        raise ModelError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}{_what_is_there(path)}")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index} has no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise ModelError(f"{index} names {name!r}, which is not a file beside it")
-        if not (path / name).exists():
-            raise ModelError(f"{path / name} is missing; {INDEX_FILE} names it")
-    return [path / name for name in names]
-
-
-def _what_is_there(path: Path) -> str:
-    """Name the other weights in a directory, and say what to do with them."""
-    for name in (SINGLE_FILE, INDEX_FILE):
-        if (path / name).is_symlink():
-            return (
-                f": {name} is a link to {(path / name).readlink()}, which does not exist; "
-                "download the model again"
-            )
-    return other_weights(file.name for file in path.iterdir())
+    @property
+    def bytes(self) -> int:
+        """Size."""
+        return math.prod(self.shape) * self.itemsize
 
 
 def _open(file: Path) -> Any:
@@ -176,57 +178,98 @@ def _open(file: Path) -> Any:
                 raise ModelError(
                     f"{file} is a Git LFS pointer, not the weights; fetch them: git lfs pull"
                 ) from error
-        cut = _first_cut(file)
-        where = f"within {cut}" if cut else "or not a safetensors file"
-        raise ModelError(f"{file} is truncated {where}: {error}") from error
+        raise ModelError(f"{file} {_damage(file)}: {error}") from error
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def _first_cut(file: Path) -> str | None:
-    """Return the first tensor that ends beyond the file's end; None for an unreadable header."""
+def _damage(file: Path) -> str:
+    """Say how a file differs from its header."""
+    unreadable = "is truncated or not a safetensors file"
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > size:
-            return None
+            return unreadable
         try:
             header = json.loads(opened.read(length))
             header.pop("__metadata__", None)
             ends = {name: 8 + length + tensor["data_offsets"][1] for name, tensor in header.items()}
         except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
-            return None
-    return min((name for name in ends if ends[name] > size), key=ends.__getitem__, default=None)
+            return unreadable
+    if cut := min((name for name in ends if ends[name] > size), key=ends.__getitem__, default=None):
+        return f"is truncated within {cut}"
+    if more := size - max(ends.values(), default=size):
+        return f"has {more:,} bytes after its last tensor; get the file again"
+    return unreadable
 
 
-def _check_files(path: Path, spec: ModelSpec) -> dict[str, _Entry]:
-    """Compare all headers with the spec; return each tensor's location."""
-    expected = {name: weight for weight in spec.weights for name in weight.tensor_names}
+def _check_files(
+    path: Path, spec: ModelSpec
+) -> tuple[dict[str, _Entry], dict[str, TensorBlock], dict[str, _Entry]]:
+    """Compare all headers with the spec.
+
+    Returns:
+        The location of each tensor, the block of each weight that is in its alternative place, and
+        the location of each tensor that is skipped.
+    """
+    weights = list(spec.weights)
+    others = {each.name: each.alternative for each in weights if each.alternative is not None}
+    known = {name for each in weights for name in each.tensor_names}
+    known.update(block.name for block in others.values())
     entries: dict[str, _Entry] = {}
-    lm_head = None
     for file in find_files(path):
         handle = _open(file)
         held: list[str] = handle.keys()
-        # A model saved without its LM head, such as an embedding model, has names without this
-        # prefix.
-        names = {name: f"{BASE}{name}" if f"{BASE}{name}" in expected else name for name in held}
-        if spec.lm_head is None and LM_HEAD in names:
-            lm_head = _Entry(file, LM_HEAD, 0)
-        names = {held: name for held, name in names.items() if not _is_harmless(name, spec)}
-        if unexpected := [name for name in names.values() if name not in expected]:
-            raise ModelError(
-                f"{file} has {_join_first(unexpected)}, which {spec.architecture} does not use"
-            )
-        for stored, name in names.items():
+        for stored in held:
+            # A model saved without its LM head, such as an embedding model, has names without this
+            # prefix.
+            name = f"{BASE}{stored}" if f"{BASE}{stored}" in known else stored
             if name in entries:
                 raise ModelError(f"{entries[name].file} and {file} both have {name}")
-            itemsize = _check_tensor(file, stored, handle.get_slice(stored), expected[name])
-            entries[name] = _Entry(file, stored, itemsize)
+            header = handle.get_slice(stored)
+            entries[name] = _Entry(file, stored, tuple(header.get_shape()), header.get_dtype())
+    blocks: dict[str, TensorBlock] = {}
+    expected: dict[str, tuple[int, ...]] = {}
+    for weight in weights:
+        names, block = weight.tensor_names, others.get(weight.name)
+        if block is None or block.name not in entries or any(name in entries for name in names):
+            expected |= dict.fromkeys(names, weight.tensor_shape)
+        else:
+            blocks[weight.name] = block
+            expected[block.name] = block.shape
+    rest = {name: entry for name, entry in entries.items() if name not in expected}
+    lm_head = rest.pop(LM_HEAD, None) if spec.lm_head is None else None
+    if unexpected := [name for name in rest if not _patterns(name, spec)]:
+        raise _unexpected(unexpected, rest[unexpected[0]].file, spec)
     if missing := [name for name in expected if name not in entries]:
         raise ModelError(f"{path} lacks {_join_first(missing)}, in any of its safetensors files")
+    for name, shape in expected.items():
+        _check_tensor(entries[name], shape)
     if lm_head is not None:
         _check_tied(entries[spec.embedding.name], lm_head)
-    return entries
+    return entries, blocks, rest
+
+
+def _patterns(name: str, spec: ModelSpec) -> list[str]:
+    """Return the patterns of skipped tensors that fit a name."""
+    return [pattern for pattern in spec.skipped if fnmatch(name, pattern)]
+
+
+def _unexpected(names: Sequence[str], file: Path, spec: ModelSpec) -> ModelError:
+    """Return the error for tensors that no weight uses."""
+    what = f"{file} has {_join_first(names)}, which {'is' if len(names) == 1 else 'are'}"
+    if any(name.endswith(QUANTIZED) for name in names):
+        return ModelError(
+            f"{what} quantized; weft does not support that yet, so give the original model"
+        )
+    return ModelError(f"{what} no part of {spec.architecture}: remove it, or correct config.json")
+
+
+def _log_skipped(skipped: Mapping[str, _Entry], spec: ModelSpec) -> None:
+    patterns = sorted({_patterns(name, spec)[0] for name in skipped})
+    size = human_bytes(sum(entry.bytes for entry in skipped.values()))
+    logger.info("skipped tensors: %d, %s: %s", len(skipped), size, ", ".join(patterns))
 
 
 def _check_tied(embedding: _Entry, lm_head: _Entry) -> None:
@@ -264,23 +307,18 @@ def _check_finite(tensor: Tensor, entry: _Entry) -> None:
         raise ModelError(f"{entry.file}: {entry.name} holds {number}; the file is damaged")
 
 
-def _check_tensor(file: Path, name: str, found: Any, weight: WeightSpec) -> int:
-    """Compare a tensor's header with its spec; return the bytes per element."""
-    shape, dtype = tuple(found.get_shape()), found.get_dtype()
-    if shape != weight.tensor_shape:
+def _check_tensor(entry: _Entry, shape: tuple[int, ...]) -> None:
+    """Compare a tensor's header with its spec."""
+    if entry.shape != shape:
         raise ModelError(
-            f"{file}: {name} has shape {shape}; by config.json it is {weight.tensor_shape}"
+            f"{entry.file}: {entry.name} has shape {entry.shape}; by config.json it is {shape}"
         )
-    if dtype not in DTYPE_BYTES:
-        raise ModelError(f"{file}: {name} is {dtype}; supported is {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
-
-
-def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    """True if older exports hold this tensor although the rest of the model implies it."""
-    if name == LM_HEAD:
-        return spec.lm_head is None
-    return name.endswith(".rotary_emb.inv_freq")
+    if entry.dtype not in DTYPE_BYTES:
+        supported = ", ".join(DTYPE_BYTES)
+        raise ModelError(
+            f"{entry.file}: {entry.name} is {entry.dtype}; supported is {supported}, so give the "
+            "model without quantization"
+        )
 
 
 def _join_first(names: Sequence[str]) -> str:

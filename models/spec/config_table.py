@@ -1,64 +1,104 @@
-"""Tables of the fields in config.json: read, refused unless they have a certain value, or harmless.
+"""The table of the fields in config.json: what weft does with each of them, by family.
 
-weft ignores all other fields. A test compares the tables with the fields of transformers' classes.
+A field is read, has a supported value, is refused, or is harmless. Fields in no table have no
+effect in transformers either; the log names them, because one may be misspelt. Tests compare the
+tables with weft's own reading and with the fields that transformers reads. docs/config-fields.md
+shows them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, Literal
 
+from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
+
+Effect = Literal["read", "only", "harmless", "unknown"]
 
 READ = frozenset(
     {
         "architectures",
-        "attention_bias",
-        "decoder_sparse_step",
         "dtype",
         "head_dim",
-        "hidden_act",
         "hidden_size",
         "intermediate_size",
         "layer_types",
         "max_position_embeddings",
-        "max_window_layers",
-        "mlp_bias",
-        "mlp_only_layers",
         "model_type",
-        "moe_intermediate_size",
-        "norm_topk_prob",
         "num_attention_heads",
-        "num_experts",
-        "num_experts_per_tok",
         "num_hidden_layers",
         "num_key_value_heads",
-        "num_local_experts",
         "original_max_position_embeddings",
         "rms_norm_eps",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
-        "sliding_window",
         "tie_word_embeddings",
         "torch_dtype",
-        "use_sliding_window",
         "vocab_size",
-        # The tokenizer reads these.
-        "bos_token_id",
-        "eos_token_id",
     }
 )
-"""Fields with an effect on the model's numbers, or on the end of an answer."""
+"""Fields of all families with an effect on the model's numbers."""
+
+READ_BY: dict[str, frozenset[str]] = {
+    "llama": frozenset({"attention_bias", "mlp_bias"}),
+    "mistral": frozenset({"sliding_window"}),
+    "mixtral": frozenset(
+        {"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}
+    ),
+    "qwen2": frozenset({"max_window_layers", "sliding_window", "use_sliding_window"}),
+    "qwen3": frozenset(
+        {"attention_bias", "max_window_layers", "sliding_window", "use_sliding_window"}
+    ),
+    "qwen3_moe": frozenset(
+        {
+            "attention_bias",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "sliding_window",
+            "use_sliding_window",
+        }
+    ),
+}
+"""Fields of some families: model_type -> fields. They come before the other tables."""
+
+READ_FOR_TEXT = frozenset(
+    {
+        "eos_token_id",
+        "max_new_tokens",
+        "min_p",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+"""Fields that count if generation_config.json does not have them, or does not exist."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
+    "attention_chunk_size": (),
+    "decoder": (),
+    "generator": (),
     "hidden_act": ("silu", "swish"),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "kv_sharing_modes": (),
     "mtp_layer_types": (),
+    "number_of_conv_states": (),
     "partial_rotary_factor": (1, 1.0),
     "per_layer_config": (),
     "quantization_config": (),
+    "sliding_window": (),
+    "text_config": (),
+    "text_encoder": (),
 }
 """Fields with their supported values; null is the same as absent."""
 
@@ -73,12 +113,16 @@ HARMLESS = frozenset(
         "router_jitter_noise",
         # For what transformers' classes return, and how they compute it.
         "_attn_implementation",
+        "_experts_implementation",
+        "attn_implementation",
         "chunk_size_feed_forward",
+        "experts_implementation",
         "output_attentions",
         "output_hidden_states",
         "return_dict",
         "use_cache",
-        # For other heads than the LM head, and for padded batches.
+        # For other heads than the LM head, for padded batches, and for prompts without a text.
+        "bos_token_id",
         "id2label",
         "label2id",
         "pad_token_id",
@@ -91,15 +135,109 @@ HARMLESS = frozenset(
 )
 """Fields without an effect on answers."""
 
+HARMLESS_BY: dict[str, frozenset[str]] = {"qwen3_moe": frozenset({"max_window_layers"})}
+"""Fields that released configs of a family have, and that transformers does not read there."""
 
-def refuse_others(fields: Fields) -> None:
-    """Check the fields in `ONLY`.
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+ROPE_READ = frozenset(
+    {
+        "factor",
+        "high_freq_factor",
+        "low_freq_factor",
+        "original_max_position_embeddings",
+        "rope_theta",
+        "rope_type",
+        "type",
+    }
+)
+ROPE_ONLY: dict[str, tuple[Any, ...]] = {"partial_rotary_factor": (1, 1.0)}
+ROPE_HARMLESS = frozenset(
+    {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "long_factor",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
+        "truncate",
+    }
+)
+"""The same for the objects in `ROPE_SECTIONS`. The harmless ones belong to other types of scaling,
+which are refused."""
+
+
+def effect(name: str, model_type: str) -> Effect:
+    """Return what a field of config.json does in a family."""
+    if name in READ | READ_BY[model_type] | READ_FOR_TEXT:
+        return "read"
+    if name in ONLY:
+        return "only"
+    if name in HARMLESS | HARMLESS_BY.get(model_type, frozenset()):
+        return "harmless"
+    return "unknown"
+
+
+def rope_effect(name: str) -> Effect:
+    """Return what a field of `rope_parameters` or `rope_scaling` does."""
+    if name in ROPE_READ:
+        return "read"
+    if name in ROPE_ONLY:
+        return "only"
+    return "harmless" if name in ROPE_HARMLESS else "unknown"
+
+
+def refuse_others(fields: Fields, model_type: str) -> None:
+    """Check the fields with supported values.
 
     Raises:
         ModelError: a field has another value.
     """
-    for name, allowed in ONLY.items():
+    if fields.has("quantization_config"):
+        raise _quantized(fields)
+    _check({name: ONLY[name] for name in ONLY if effect(name, model_type) == "only"}, fields)
+    for section in ROPE_SECTIONS:
+        _check(ROPE_ONLY, fields.section(section))
+
+
+def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
+    """Return the fields in no table, each with a suggestion if it resembles a field that is read.
+
+    Args:
+        config: the content of a config.json that `build_spec` accepts.
+        model_type: the family.
+    """
+    known = READ | READ_BY[model_type] | READ_FOR_TEXT
+    found = list(_hints(config, known, lambda name: effect(name, model_type)))
+    for section in ROPE_SECTIONS:
+        inner = config.get(section) or {}
+        found += [f"{section}.{hint}" for hint in _hints(inner, ROPE_READ, rope_effect)]
+    return found
+
+
+def _hints(
+    values: Mapping[str, Any], known: frozenset[str], effect_of: Callable[[str], Effect]
+) -> Iterator[str]:
+    for name, value in values.items():
+        if value is not None and effect_of(name) == "unknown":
+            near = get_close_matches(name, known, n=1, cutoff=0.9)
+            yield f"{name} (did you mean {near[0]}?)" if near else name
+
+
+def _check(only: Mapping[str, tuple[Any, ...]], fields: Fields) -> None:
+    for name, allowed in only.items():
         value = fields.values.get(name)
         known = any(type(value) is type(each) and value == each for each in allowed)
         if value is not None and not known:
             raise fields.error(name, " or ".join(map(repr, allowed)) or "no such field")
+
+
+def _quantized(fields: Fields) -> ModelError:
+    """Return the error for a quantized checkpoint; it names the method."""
+    config = fields.values["quantization_config"]
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    return ModelError(
+        f"{fields.source}: quantization_config.quant_method is {method!r}; weft does not support "
+        "quantized checkpoints yet: give the original model, and --quantization int8 for less "
+        "memory on CPUs"
+    )

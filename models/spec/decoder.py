@@ -16,6 +16,7 @@ from weft.models.spec.spec import (
     LinearSpec,
     MlpSpec,
     MoeSpec,
+    TensorBlock,
     WeightSpec,
 )
 
@@ -63,9 +64,11 @@ class Decoder:
             head_dim=head_dim,
         )
 
-    def table(self, name: str) -> WeightSpec:
-        """Describe the embedding or the LM head, [vocab, hidden]."""
-        return WeightSpec(f"{name}.weight", (self.vocab, self.hidden), ("vocab", "hidden"))
+    def table(self, name: str, *, tied: str | None = None) -> WeightSpec:
+        """Describe the embedding or the LM head, [vocab, hidden]; `tied` is its other name."""
+        shape = (self.vocab, self.hidden)
+        other = TensorBlock(f"{tied}.weight", shape, (0, 0)) if tied else None
+        return WeightSpec(f"{name}.weight", shape, ("vocab", "hidden"), other)
 
     def norm(self, name: str) -> WeightSpec:
         """Describe an RMSNorm over the residual stream."""
@@ -128,28 +131,48 @@ class Decoder:
         )
 
     def experts(
-        self, name: str, matrices: tuple[str, str, str], *, width: int, normalize: bool
+        self, i: int, block: str, matrices: tuple[str, str, str], *, width: int, normalize: bool
     ) -> MoeSpec:
-        """Describe routed experts.
+        """Describe layer i's routed experts.
+
+        `save_pretrained` of transformers 5 with `save_original_format=False` fuses all experts:
+        `gate_up_proj` is [experts, 2 * width, hidden], `down_proj` is [experts, hidden, width].
 
         Args:
-            name: prefix for the tensor names.
+            i: the layer's index.
+            block: the feed-forward's name in the layer, where each expert has its own tensors.
             matrices: each expert's gate, up and down matrix, by name.
             width: one expert's intermediate size.
             normalize: whether routing weights are divided by their sum.
         """
         count_field = "num_experts" if self.fields.has("num_experts") else "num_local_experts"
         count = self.fields.integer(count_field, high=MAX_PARTS)
+        if self.fields.integer("num_local_experts", count) != count:
+            raise self.fields.error("num_local_experts", f"the same as num_experts, {count}")
         top_k = self.fields.integer("num_experts_per_tok")
         if top_k > count:
             raise self.fields.error("num_experts_per_tok", f"at most {count_field}, {count}")
+        name, fused = f"model.layers.{i}.{block}", f"model.layers.{i}.mlp"
         gate, up, down = (f"{name}.experts.{{expert}}.{matrix}.weight" for matrix in matrices)
+        choices = (count, self.hidden)
         inner, outer = (count, width, self.hidden), (count, self.hidden, width)
+        inner_axes: tuple[Axis, ...] = ("expert", "moe_intermediate", "hidden")
+        gate_up, both = f"{fused}.experts.gate_up_proj", (count, 2 * width, self.hidden)
         return MoeSpec(
-            router=WeightSpec(f"{name}.gate.weight", (count, self.hidden), ("choice", "hidden")),
-            gate=WeightSpec(gate, inner, ("expert", "moe_intermediate", "hidden")),
-            up=WeightSpec(up, inner, ("expert", "moe_intermediate", "hidden")),
-            down=WeightSpec(down, outer, ("expert", "hidden", "moe_intermediate")),
+            router=WeightSpec(
+                f"{name}.gate.weight",
+                choices,
+                ("choice", "hidden"),
+                TensorBlock(f"{fused}.gate.weight", choices, (0, 0)),
+            ),
+            gate=WeightSpec(gate, inner, inner_axes, TensorBlock(gate_up, both, (0, 0, 0))),
+            up=WeightSpec(up, inner, inner_axes, TensorBlock(gate_up, both, (0, width, 0))),
+            down=WeightSpec(
+                down,
+                outer,
+                ("expert", "hidden", "moe_intermediate"),
+                TensorBlock(f"{fused}.experts.down_proj", outer, (0, 0, 0)),
+            ),
             top_k=top_k,
             normalize=normalize,
         )

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
-from weft.models.spec.config_table import refuse_others
+from weft.models.spec.config_table import refuse_others, unread
 from weft.models.spec.decoder import Decoder
 from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
 
@@ -33,13 +34,11 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         ModelError: a field is missing, or the architecture or a value is not supported.
     """
     fields = Fields(config, source)
-    architecture = next(iter(fields.array("architectures")), None)
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
+    architecture = _architecture(fields)
     family = FAMILIES[architecture]
     # transformers goes by the type: another family's may have tensors with the same names.
     fields.choice("model_type", (family.model_type,), default=family.model_type)
-    refuse_others(fields)
+    refuse_others(fields, family.model_type)
     decoder = Decoder.read(fields)
     tied = fields.flag("tie_word_embeddings", False)
     context = fields.integer("max_position_embeddings", family.max_position_embeddings)
@@ -54,14 +53,32 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         max_model_len=context,
         norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope=_rope(fields, family.rope_theta, context),
-        embedding=decoder.table("model.embed_tokens"),
+        embedding=decoder.table("model.embed_tokens", tied="lm_head" if tied else None),
         layers=tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers)),
         norm=decoder.norm("model.norm"),
         lm_head=None if tied else decoder.table("lm_head"),
+        skipped=SKIPPED,
     )
 
 
+def unread_fields(config: dict[str, Any]) -> list[str]:
+    """Return the fields that weft does not know, in a config.json that `build_spec` accepts.
+
+    They have no effect in transformers either. A misspelt field has a suggestion.
+    """
+    architecture = _architecture(Fields(config, Path("config.json")))
+    return unread(config, FAMILIES[architecture].model_type)
+
+
+def _architecture(fields: Fields) -> str:
+    architecture = next(iter(fields.array("architectures")), None)
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
+    return architecture
+
+
 def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    _check_layer_types(fields, decoder, None)
     bias = fields.flag("attention_bias", False)
     return decoder.layer(
         i,
@@ -72,9 +89,7 @@ def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 def _mistral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     window = _window(fields, default=4096)
-    kind = "full_attention" if window is None else "sliding_attention"
-    if any(each != kind for each in fields.array("layer_types")):
-        raise fields.error("layer_types", f"{kind} in all layers, as sliding_window says")
+    _check_layer_types(fields, decoder, window)
     return decoder.layer(i, decoder.attention(i, window=window), decoder.mlp(i))
 
 
@@ -95,19 +110,16 @@ def _qwen3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     sliding = fields.flag("use_sliding_window", False)
+    window = _window(fields, default=4096) if sliding else None
+    _check_layer_types(fields, decoder, window)
     bias = fields.flag("attention_bias", False)
-    attention = decoder.attention(
-        i,
-        qkv_bias=bias,
-        o_bias=bias,
-        head_norm=True,
-        window=_window(fields, default=4096) if sliding else None,
-    )
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, head_norm=True, window=window)
     dense = i in fields.array("mlp_only_layers")
     if dense or (i + 1) % fields.integer("decoder_sparse_step", 1) != 0:
         return decoder.layer(i, attention, decoder.mlp(i))
     experts = decoder.experts(
-        f"model.layers.{i}.mlp",
+        i,
+        "mlp",
         ("gate_proj", "up_proj", "down_proj"),
         width=fields.integer("moe_intermediate_size"),
         normalize=fields.flag("norm_topk_prob", False),
@@ -117,12 +129,14 @@ def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 def _mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     experts = decoder.experts(
-        f"model.layers.{i}.block_sparse_moe",
+        i,
+        "block_sparse_moe",
         ("w1", "w3", "w2"),
         width=fields.integer("intermediate_size"),
         normalize=True,
     )
     window = _window(fields, default=None)
+    _check_layer_types(fields, decoder, window)
     return decoder.layer(i, decoder.attention(i, window=window), experts)
 
 
@@ -154,6 +168,11 @@ FAMILIES = {
 }
 
 
+SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "v_head.*", "visual.*")
+"""Tensors without an effect on a text's next token: tables that older versions of transformers
+saved, heads that predict several tokens, values for training, and image encoders."""
+
+
 def _dtype(fields: Fields) -> str:
     """Read the weights' dtype; the default is float32, but released configs always name one."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
@@ -167,19 +186,40 @@ def _window(fields: Fields, default: int | None) -> int | None:
     return fields.integer("sliding_window", default)
 
 
-def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
-    """Read layer i's window; it applies by `layer_types`, or else from `max_window_layers` on."""
-    if not fields.flag("use_sliding_window", False):
-        return None
-    if not fields.has("layer_types"):
-        first = fields.integer("max_window_layers", 28, low=0)
-        return _window(fields, default=4096) if i >= first else None
+def _layer_types(fields: Fields, decoder: Decoder) -> list[Any]:
+    """Read the kind of each layer's attention; its field is not absent."""
     kinds = fields.array("layer_types")
     if len(kinds) != decoder.layers:
-        raise fields.error("layer_types", f"one entry for each of the {decoder.layers} layers")
+        raise ModelError(
+            f"{fields.source}: layer_types has {len(kinds)} entries; it must have one for each of "
+            f"the {decoder.layers} layers"
+        )
+    return kinds
+
+
+def _check_layer_types(fields: Fields, decoder: Decoder, window: int | None) -> None:
+    """Refuse `layer_types` that are not those of a model with one kind of attention."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    if fields.has("layer_types") and set(map(str, _layer_types(fields, decoder))) != {kind}:
+        raise fields.error("layer_types", f"{kind} in all layers, as sliding_window says")
+
+
+def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
+    """Read layer i's window; it applies by `layer_types`, or else from `max_window_layers` on."""
+    sliding = fields.flag("use_sliding_window", False)
+    window = _window(fields, default=4096) if sliding else None
+    if not fields.has("layer_types"):
+        if window is None or i < fields.integer("max_window_layers", 28, low=0):
+            return None
+        return window
+    kinds = _layer_types(fields, decoder)
     if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise fields.error("layer_types", "full_attention or sliding_attention in each layer")
-    return _window(fields, default=4096) if kinds[i] == "sliding_attention" else None
+    if kinds[i] == "full_attention":
+        return None
+    if window is None:
+        raise fields.error("layer_types", "full_attention in all layers without a sliding window")
+    return window
 
 
 def _rope(fields: Fields, default_theta: float, context: int) -> RopeSpec:
@@ -192,8 +232,6 @@ def _rope(fields: Fields, default_theta: float, context: int) -> RopeSpec:
     if not scaling.values:
         scaling = fields.section("rope_parameters")
     theta = (scaling if scaling.has("rope_theta") else fields).number("rope_theta", default_theta)
-    if scaling.number("partial_rotary_factor", 1.0) != 1.0:
-        raise scaling.error("partial_rotary_factor", "1: all of each head is rotated")
     for name, value in scaling.values.items():
         if isinstance(value, dict):
             raise scaling.error(name, "the same rotary embedding in all layers")

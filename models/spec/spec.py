@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Axis = Literal[
     "vocab",  # tokens
@@ -34,6 +35,21 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
+class TensorBlock:
+    """A block of one tensor in a checkpoint: the whole tensor, or one of several fused weights.
+
+    Attributes:
+        name: the tensor's name.
+        shape: the whole tensor's shape.
+        start: the block's first index on each axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """One weight.
 
@@ -42,11 +58,13 @@ class WeightSpec:
             shape[1:] for each expert number.
         shape: the whole weight's shape; matrices are [out, in].
         axes: the logical axis for each dimension.
+        alternative: place of the weight in checkpoints without a tensor `name`, if there is one.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
+    alternative: TensorBlock | None = None
 
     @property
     def is_per_expert(self) -> bool:
@@ -158,6 +176,8 @@ class RopeSpec:
 
     def inverse_frequencies(self, head_dim: int) -> npt.NDArray[np.float32]:
         """Return the radians per position for each pair of dimensions, [head_dim / 2]."""
+        import numpy as np  # here, because the process that starts the engine needs no NumPy
+
         exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         inverse: npt.NDArray[np.float32] = np.float32(1) / np.float32(self.theta) ** exponent
         if self.scaling == "none":
@@ -183,6 +203,7 @@ class ModelSpec:
         head_dim: one head's width; not always hidden_size / num_heads.
         norm_eps: added to the mean square in every RMSNorm.
         lm_head: None if it shares the embedding's weight (tied).
+        skipped: patterns of tensor names that a checkpoint may hold and weft does not use.
         is_first: whether this stage embeds the tokens.
         is_last: whether this stage makes the logits.
     """
@@ -201,6 +222,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     norm: WeightSpec
     lm_head: WeightSpec | None
+    skipped: tuple[str, ...] = ()
     is_first: bool = True
     is_last: bool = True
 

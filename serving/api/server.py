@@ -21,6 +21,7 @@ import logging
 import signal
 import socket
 import ssl
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from weft.serving.api.middleware.keys import Keyring
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.engine import LOAD_MODEL, AsyncEngine
+from weft.serving.engine.model_files import check_model
 from weft.serving.engine.throughput_log import ThroughputLog
 from weft.serving.executor import child_process, fetch
 
@@ -117,6 +119,8 @@ class _Server:
         """Start, serve and shut down; returns the exit status."""
         config = self._engine_config
         is_here = self._runner_factory != LOAD_MODEL or fetch.is_here(config)
+        if is_here and self._runner_factory == LOAD_MODEL:
+            check_model(config)
         logs.say(
             f"weft {'loads' if is_here else 'downloads'} {config.model}, and will answer on "
             f"{self._url()}"
@@ -134,6 +138,7 @@ class _Server:
             state, server = await asyncio.to_thread(self._build_http)
             loading = asyncio.create_task(self._start_engine(spawned))
         self._state = state
+        state.downloading = not (is_here or spawned.is_set())
         self._warn_if_open_to_all()
         if self._server_config.api_key_file is not None or self._tls is not None:
             loop.add_signal_handler(signal.SIGHUP, self._reload)
@@ -162,8 +167,13 @@ class _Server:
             self._engine_config,
             runner_factory=self._runner_factory,
             restart=self._server_config.restart,
-            on_spawned=spawned.set,
+            on_spawned=partial(self._on_spawned, spawned),
         )
+
+    def _on_spawned(self, spawned: asyncio.Event) -> None:
+        spawned.set()
+        if self._state is not None:
+            self._state.downloading = False
 
     def _build_http(self) -> tuple[ServerState, HttpServer]:
         from weft.serving.api.http import HttpServer

@@ -39,6 +39,7 @@ class ServerState:
         model: the model's name in the API.
         engine: None while it loads.
         tool_parser, reasoning_parser: settings of `ServerConfig`.
+        downloading: the model comes from the hub or from a bucket.
         draining: the server is shutting down: running requests may finish, new ones are refused.
         request_timeout: maximum seconds for a request; None for no limit.
         log_prompts: write prompts to the log.
@@ -56,6 +57,7 @@ class ServerState:
     engine: AsyncEngine | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    downloading: bool = False
     draining: bool = False
     request_timeout: float | None = None
     log_prompts: bool = False
@@ -98,11 +100,13 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """ "ready", "loading", "restarting", "draining", "stalling", "stalled" or "dead"."""
+        """ "ready", "downloading", "loading", "restarting", "draining", "stalling", "stalled" or
+        "dead".
+        """
         if self.draining:
             return "draining"
         if self.engine is None:
-            return "loading"
+            return "downloading" if self.downloading else "loading"
         status = self.engine.status
         return "stalling" if status == "ready" and not self.progressing else status
 

@@ -15,6 +15,7 @@ from weft.serving.cli.options import (
     sampling_params,
     takes,
 )
+from weft.serving.config.logs import say
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.sources import Settings
 
@@ -41,7 +42,8 @@ class _Generate(TopicCommand):
 def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int:
     """Answer PROMPT, and write the answer while it is generated.
 
-    PROMPT can be -; then it is read from stdin.
+    PROMPT can be -; then it is read from stdin. A model without a chat template continues the text,
+    as with --raw.
 
     \b
     weft generate "What is 47 + 85?"
@@ -55,6 +57,8 @@ def generate(settings: Settings, prompt: str, raw: bool, **sampling: Any) -> int
     text = decode(sys.stdin.buffer.read()) if prompt == "-" else prompt
     with LLM.of(settings.build(EngineConfig)) as llm:
         chat = not raw and bool(llm.tokenizer.chat_templates)
+        if not raw and not chat:
+            say("the model has no chat template: it continues the text, as with --raw")
         asked = [{"role": "user", "content": text}] if chat else text
         write_answer(llm, asked, greedy_by_default(params, llm))
     return 0

@@ -20,13 +20,18 @@ from itertools import count
 import msgspec
 
 from weft.errors import EngineError, RequestError, WeftError
-from weft.models.checkpoint.locate import find, locate
+from weft.models.checkpoint.locate import find
 from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.checks import CheckedRequest, check_pooled, check_request
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.generation_config import GenerationConfig, load_generation_config
 from weft.serving.engine.grammar.compiler import GrammarCompiler
+from weft.serving.engine.model_files import (
+    check_model,
+    warn_of_large_tokenizer,
+    warn_of_unread_fields,
+)
 from weft.serving.engine.prefix_keys import pack_prompt
 from weft.serving.engine.protocol import Add, Compiled, EngineInfo, EngineStats
 from weft.serving.engine.request_stream import Delta, RequestStream, StreamObserver
@@ -87,7 +92,8 @@ class AsyncEngine:
         """
         config = await fetch(config)
         if runner_factory == LOAD_MODEL:
-            locate(config.model, config.revision)
+            check_model(config)
+            warn_of_unread_fields(config)
         engine = cls(config, CoreSupervisor(config, in_process, runner_factory, restart))
         try:
             await engine._start(on_spawned)
@@ -110,6 +116,7 @@ class AsyncEngine:
         self.pooling = await asyncio.to_thread(_pooling, self.config)
         self.generation_config = await asyncio.to_thread(load_generation_config, self.config)
         await self._supervisor.load()
+        warn_of_large_tokenizer(self.config, self.tokenizer.vocab_size, self.info.vocab_size)
         self._grammars = GrammarCompiler(self.config, self.info.vocab_size)
 
     async def shutdown(self, *, drain: bool = True, timeout: float = 30.0) -> None:

@@ -1,7 +1,8 @@
 """Sampling defaults that a checkpoint brings along, in generation_config.json.
 
-Sources: `GenerationConfig` of transformers, and vLLM's `--generation-config`, which reads the same
-fields. `do_sample` is not read, as in vLLM: temperature 0 is greedy.
+Without that file the fields come from config.json, as in transformers. Sources: `GenerationConfig`
+of transformers, and vLLM's `--generation-config`, which reads the same fields. `do_sample` is not
+read, as in vLLM: temperature 0 is greedy.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig:
     if choice == "none":
         return GenerationConfig()
     if choice == "model":
-        path, source = find(config.model, config.revision) / FILE, FILE
+        folder, source = find(config.model, config.revision), FILE
+        if not (folder / FILE).is_file():  # older models have these fields in config.json
+            source = "config.json"
+        path = folder / source
         if not path.is_file():
             return GenerationConfig()
     else:

@@ -123,9 +123,7 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         path = Path(path)
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(_missing(path))
+        file = tokenizer_file(path)
         try:
             backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
@@ -304,15 +302,23 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 
 
-def _missing(path: Path) -> str:
+def tokenizer_file(path: Path) -> Path:
+    """Return a directory's tokenizer.json.
+
+    Raises:
+        ModelError: there is none; the message names other forms of tokenizers.
+    """
+    file = path / "tokenizer.json"
+    if file.is_file():
+        return file
     looked_for = f"no tokenizer in {path}: looked for tokenizer.json"
     for name in ("tokenizer.model", "vocab.json", "tiktoken.model"):
         if (path / name).is_file():
-            return (
+            raise ModelError(
                 f"{looked_for}; {name} alone is not enough, convert it once with transformers: "
                 "AutoTokenizer.from_pretrained(dir).save_pretrained(dir)"
             )
-    return f"{looked_for}, tokenizer.model, vocab.json and tiktoken.model"
+    raise ModelError(f"{looked_for}, tokenizer.model, vocab.json and tiktoken.model")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """GET /health, /ready, /metrics and /version: for operators.
 
 /health is for liveness probes: it succeeds while the process responds. Its fields about the engine
-are for people. /ready succeeds only while requests are served. It fails while the model loads (also
-after a restart, with `--restart`), while the server shuts down, and while the engine has work but
-makes no steps.
+are for people. /ready succeeds only while requests are served. It fails while the model downloads,
+loads (also after a restart, with `--restart`), while the server shuts down, and while the engine
+has work but makes no steps.
 """
 
 from __future__ import annotations

@@ -16,14 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
+from transformers import AutoModelForCausalLM
 
 from weft.errors import ModelError
-from weft.models.checkpoint.locate import read_spec
-from weft.models.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Weights
+from weft.models.checkpoint.locate import INDEX_FILE, SINGLE_FILE, read_spec
+from weft.models.checkpoint.weights import Weights
+from weft.models.spec.layout import WHOLE, Layout
 from weft.models.spec.spec import MoeSpec
 
 Tensors = dict[str, torch.Tensor]
 NOBODY = 65534
+EMBEDDING = "model.embed_tokens.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
@@ -94,7 +97,9 @@ def test_progress_ends_at_the_total(path: Path) -> None:
     assert calls[-1] == (spec.weight_bytes(), spec.weight_bytes())
 
 
-def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
+def test_declared_extras_are_skipped_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     _edit(
         path,
@@ -102,10 +107,81 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
             {
                 "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
                 "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+                "model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+                "mtp.fc.weight": torch.zeros(8, 25, dtype=torch.int8),
+                "v_head.summary.weight": torch.zeros(1, 64),
+                "visual.merger.mlp.0.weight": torch.zeros(3, 4),
             }
         ),
     )
+    caplog.set_level("INFO", "weft")
     assert _load(path)
+    named = "*.rotary_emb.inv_freq, mtp.*, v_head.*, visual.*"
+    assert caplog.messages == [f"skipped tensors: 5, 0.6 KiB: {named}"]
+    caplog.clear()
+    Weights(path, read_spec(path), layout=Layout(tp=2, rank=1))
+    assert caplog.messages == []
+
+
+def test_a_tied_table_may_be_the_head_alone(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    embedding = load_file(path / SINGLE_FILE)["model.embed_tokens.weight"]
+    _edit(path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING)}))
+    assert torch.equal(_load(path).read(read_spec(path).embedding), embedding)
+    untied = {"tie_word_embeddings": False}
+    config = json.loads((path / "config.json").read_text()) | untied
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"lacks {EMBEDDING}"):
+        _load(path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("layout", [WHOLE, Layout(tp=2, rank=1), Layout(ep=2, rank=1)])
+def test_fused_experts_are_those_of_separate_tensors(
+    tmp_path: Path, family: str, layout: Layout
+) -> None:
+    path = make_checkpoint(tmp_path / "separate", family)
+    fused = _fused(path, tmp_path / "fused")
+    names = load_file(fused / SINGLE_FILE)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    spec, calls = read_spec(path), list[tuple[int, int]]()
+    assert read_spec(fused) == spec
+    one = Weights(path, spec, layout=layout)
+    other = Weights(fused, spec, lambda *call: calls.append(call), layout)
+    for weight in spec.weights:
+        pairs = zip(one.read_each(weight), other.read_each(weight), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+    done, total = calls[-1]
+    assert done == total == 4 * layout.local(spec).parameters
+
+
+def _fused(path: Path, into: Path) -> Path:
+    """Save a checkpoint in the form that transformers 5 has in memory."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.save_pretrained(into, save_original_format=False)
+    return into
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_damaged_fused_experts_are_named(tmp_path: Path, family: str) -> None:
+    path = _fused(make_checkpoint(tmp_path / "separate", family), tmp_path / "fused")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = load_file(path / SINGLE_FILE)[name]
+    shape = re.escape(str(tuple(whole[:, 1:].shape)))
+    _edit(path, lambda tensors: tensors.update({name: whole[:, 1:].contiguous()}))
+    with pytest.raises(ModelError, match=rf"{name} has shape {shape}; by config.json it is "):
+        _load(path)
+    whole[-1, -1, -1] = torch.nan
+    _edit(path, lambda tensors: tensors.update({name: whole}))
+    moe = read_spec(path).layers[1].feed_forward
+    assert isinstance(moe, MoeSpec)
+    weights = _load(path)
+    assert len(list(weights.read_each(moe.gate))) == moe.gate.shape[0]
+    with pytest.raises(ModelError, match=rf"{name} holds nan; the file is damaged"):
+        list(weights.read_each(moe.up))
+    _edit(path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\..*experts\.0\."):
+        _load(path)
 
 
 @pytest.mark.parametrize("row", [0, -1])
@@ -169,7 +245,14 @@ def test_a_sum_that_overflows_is_fine(path: Path) -> None:
     [
         (lambda tensors: tensors.pop(GATE), f"lacks {GATE}"),
         (lambda tensors: tensors.clear(), "lacks model.embed_tokens.weight, .* and 18 more"),
-        (lambda tensors: tensors.update(x=torch.zeros(1)), f"{SINGLE_FILE} has x, which Llama"),
+        (
+            lambda tensors: tensors.update(x=torch.zeros(1)),
+            f"{SINGLE_FILE} has x, which is no part of LlamaForCausalLM: remove it, or correct",
+        ),
+        (
+            lambda tensors: tensors.update({"a.qweight": torch.zeros(1), "b": torch.zeros(1)}),
+            f"{SINGLE_FILE} has a.qweight, b, which are quantized; weft does not support that yet",
+        ),
         (
             lambda tensors: tensors.update({GATE: tensors[GATE].T.contiguous()}),
             rf"{SINGLE_FILE}: {GATE} has shape \(64, 96\); by config.json it is \(96, 64\)",
@@ -180,7 +263,7 @@ def test_a_sum_that_overflows_is_fine(path: Path) -> None:
         ),
         (
             lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.float8_e4m3fn)}),
-            rf"{SINGLE_FILE}: {GATE} is F8_E4M3",
+            rf"{SINGLE_FILE}: {GATE} is F8_E4M3; .* so give the model without quantization",
         ),
     ],
 )
@@ -235,6 +318,13 @@ def test_a_truncated_file_is_named(sharded: Path, keep: int) -> None:
     file = sorted(sharded.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ModelError, match=f"{re.escape(str(file))} is truncated"):
+        _load(sharded)
+
+
+def test_bytes_after_the_last_tensor_are_counted(sharded: Path) -> None:
+    file = min(sharded.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes() + bytes(1234))
+    with pytest.raises(ModelError, match=f"{file} has 1,234 bytes after its last tensor; get the"):
         _load(sharded)
 
 

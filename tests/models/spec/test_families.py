@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import modeling_rope_utils
 
 from weft.errors import ModelError
-from weft.models.spec.config_table import HARMLESS, ONLY, READ
-from weft.models.spec.families import FAMILIES, Family, build_spec
+from weft.models.spec.families import FAMILIES, build_spec
 from weft.models.spec.spec import MlpSpec, MoeSpec, RopeSpec
 
 SOURCE = Path("config.json")
@@ -184,31 +180,6 @@ def test_rope_is_what_transformers_takes(
         assert rope.original_max_len == expected["original_max_position_embeddings"]
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_the_tables_have_every_field_of_transformers(family: Family) -> None:
-    from transformers import CONFIG_MAPPING
-
-    config = CONFIG_MAPPING[family.model_type]()
-    modeling = import_module(type(config).__module__.replace("configuration_", "modeling_"))
-    source = inspect.getsource(modeling) + inspect.getsource(modeling_rope_utils)
-    used = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
-    used -= {"json", "default_theta"}  # a file's name, and a constant of the class
-    methods = {name for name in used if callable(getattr(config, name, None))}
-    classified = READ | set(ONLY) | HARMLESS
-    assert "rms_norm_eps" in used
-    assert (set(config.to_dict()) | used) - methods - classified == set()
-
-
-def test_each_field_is_in_one_table() -> None:
-    assert not READ & HARMLESS
-    assert not HARMLESS & set(ONLY)
-
-
-def test_a_field_that_nobody_reads_is_ignored() -> None:
-    fields = {"attention_multiplier": 3.0, "unsloth_version": "1", "hidden_act": "swish"}
-    assert build_spec(LLAMA | fields, SOURCE) == build_spec(LLAMA, SOURCE)
-
-
 def test_theta_defaults_to_that_of_the_family() -> None:
     assert build_spec(LLAMA, SOURCE).rope == RopeSpec(10_000.0)
     mixtral = LLAMA | {
@@ -278,11 +249,29 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures is [['LlamaForCausalLM']]"),
         ({"model_type": "granite"}, "model_type is 'granite'; supported is 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu' or 'swish'"),
+        ({"sliding_window": 7}, "sliding_window is 7; supported is no such field"),
+        ({"attention_chunk_size": 8}, "attention_chunk_size is 8; supported is no such field"),
+        ({"text_config": {}}, "text_config is {}; supported is no such field"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; it must have one for e"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types is ['sliding_attention', 'slid"),
         ({"is_causal": False}, "is_causal is False; supported is True"),
         ({"is_causal": 1}, "is_causal is 1; supported is True"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config is {'0': {}}; supported is no such"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported is at most"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+        *(
+            (
+                {"quantization_config": config},
+                f"quantization_config.quant_method is {name}; weft does not support quantized "
+                "checkpoints yet: give the original model",
+            )
+            for config, name in (
+                ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"),
+                ({"quant_method": "awq", "bits": 4}, "'awq'"),
+                ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+                ({"bits": 4}, "None"),
+                ("fp8", "'fp8'"),
+            )
+        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'; supported is a whole number"),
         ({"hidden_size": True}, "hidden_size is True"),
@@ -296,6 +285,10 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; supported is true or"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor is 0.5; supported is 1 or 1.0",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; supported is an object"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
@@ -334,6 +327,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], messag
     [
         ({"num_experts": None}, "num_local_experts is missing"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; supported is at most num_experts"),
+        ({"num_local_experts": 9}, "num_local_experts is 9; supported is the same as num_experts,"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3; supported is a list"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
     ],
@@ -344,12 +338,32 @@ def test_experts_are_checked(fields: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds", [["full_attention"], ["full_attention", "chunked_attention"], [["a"], ["b"]]]
+    ("kinds", "message"),
+    [
+        (["full_attention"], "layer_types has 1 entries; it must have one for each of the 2 lay"),
+        (["full_attention", "chunked_attention"], "layer_types is"),
+        ([["a"], ["b"]], "layer_types is"),
+    ],
 )
-def test_layer_types_are_checked(kinds: list[Any]) -> None:
-    qwen3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
-    with pytest.raises(ModelError, match="layer_types is"):
-        build_spec(qwen3 | {"layer_types": kinds}, SOURCE)
+@pytest.mark.parametrize("sliding", [True, False])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_layer_types_are_checked(
+    architecture: str, sliding: bool, kinds: list[Any], message: str
+) -> None:
+    config = QWEN3_MOE | {"architectures": [architecture], "use_sliding_window": sliding}
+    with pytest.raises(ModelError, match=message):
+        build_spec(config | {"layer_types": kinds}, SOURCE)
+
+
+def test_sliding_layers_need_a_window() -> None:
+    qwen3 = LLAMA | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "layer_types": ["sliding_attention"] * 2,
+    }
+    message = "full_attention in all layers without a sliding window"
+    for window in ({}, {"sliding_window": None, "use_sliding_window": True}):
+        with pytest.raises(ModelError, match=message):
+            build_spec(qwen3 | window, SOURCE)
 
 
 def test_an_unknown_architecture_is_told_the_known_ones() -> None:

@@ -10,12 +10,14 @@ import httpx
 import pytest
 from support.checkpoints import make_checkpoint
 from support.server import start_server
+from transformers import AutoModelForCausalLM
 
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError, ModelError
+from weft.models.spec.config_table import READ_FOR_TEXT
 from weft.serving.cli.options import greedy_by_default
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.generation_config import load_generation_config
+from weft.serving.engine.generation_config import FIELDS, load_generation_config
 from weft.serving.engine.sampling_params import NEUTRAL, SamplingDefaults
 
 VALUES = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
@@ -50,6 +52,22 @@ def test_fields_of_the_file(tmp_path: Path) -> None:
     )
     assert load(tmp_path) == load(tmp_path, "auto") == expected
     assert load(tmp_path, "none") == load(tmp_path, "vllm") == NEUTRAL
+
+
+def test_without_the_file_config_json_has_the_fields(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | VALUES))
+    (path / "generation_config.json").write_text("{}")
+    assert load(path) == NEUTRAL
+    (path / "generation_config.json").unlink()
+    found = load_generation_config(EngineConfig(str(path)))
+    assert found.described()["top_k"] == {"value": 20, "source": "config.json"}
+    theirs = AutoModelForCausalLM.from_pretrained(path).generation_config
+    for name, field in FIELDS.items():
+        assert getattr(found.defaults, name) == getattr(theirs, field) == VALUES[field]
+        assert field in READ_FOR_TEXT
+    assert load(path, "none") == NEUTRAL
 
 
 def test_another_file(tmp_path: Path) -> None:

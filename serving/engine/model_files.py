@@ -1,0 +1,44 @@
+"""A model's small files, checked before any process starts, and warnings about them at load."""
+
+from __future__ import annotations
+
+import logging
+
+from weft.models.checkpoint.locate import find, find_files, locate, read_json, read_spec
+from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.tokenizer import tokenizer_file
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(config: EngineConfig) -> None:
+    """Check what can be checked without reading weights: it takes milliseconds.
+
+    Raises:
+        ConfigError: `model` and `revision` do not fit together.
+        ModelError: the model is not on this machine, a file is missing, or the model is not
+            supported.
+    """
+    path = locate(config.model, config.revision)
+    read_spec(path)
+    find_files(path)
+    tokenizer_file(find(config.tokenizer) if config.tokenizer else path)
+
+
+def warn_of_unread_fields(config: EngineConfig) -> None:
+    """Log the fields of config.json that nobody reads: one may be misspelt."""
+    from weft.models.spec.families import unread_fields
+
+    file = locate(config.model, config.revision) / "config.json"
+    if fields := unread_fields(read_json(file)):
+        logger.warning("%s: weft does not read %s", file, ", ".join(fields))
+
+
+def warn_of_large_tokenizer(config: EngineConfig, tokens: int, vocab_size: int) -> None:
+    """Log a tokenizer with more tokens than the model: prompts with the others are refused."""
+    if tokens > vocab_size:
+        logger.warning(
+            "the tokenizer of %s has %s tokens, and the model has %s: a prompt with a token beyond "
+            "that is refused",
+            *(config.tokenizer or config.model, f"{tokens:,}", f"{vocab_size:,}"),
+        )

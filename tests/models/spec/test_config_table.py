@@ -1,0 +1,154 @@
+"""The table of config.json's fields agrees with weft's own reading and with transformers'."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, cache_utils, masking_utils, modeling_rope_utils
+from transformers.integrations import moe
+
+from weft.models.spec.config_table import (
+    HARMLESS,
+    HARMLESS_BY,
+    ONLY,
+    READ,
+    READ_BY,
+    READ_FOR_TEXT,
+    ROPE_HARMLESS,
+    ROPE_ONLY,
+    ROPE_READ,
+    ROPE_SECTIONS,
+    effect,
+    rope_effect,
+    unread,
+)
+from weft.models.spec.families import FAMILIES, build_spec
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"use_sliding_window": True, "mlp_only_layers": [0]},
+    {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+    {"num_experts": None, "num_local_experts": 8, "dtype": "bfloat16"},
+    {"rope_scaling": LLAMA3},
+    {"rope_parameters": LLAMA3 | {"rope_type": None, "type": "llama3"}},
+)
+ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
+families = pytest.mark.parametrize("model_type", ARCHITECTURES)
+
+
+class Recorder(dict[str, Any]):
+    """A config that records the names that are read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+@families
+def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
+    read: set[str] = set()
+    of_rope: set[str] = set()
+    for variant in VARIANTS:
+        sections = {name: Recorder(variant.get(name, {})) for name in ROPE_SECTIONS}
+        named = {"architectures": [ARCHITECTURES[model_type]]}
+        config = Recorder(SIZES | named | variant | sections)
+        build_spec(config, Path("config.json"))
+        read |= config.names
+        of_rope |= set().union(*(section.names for section in sections.values()))
+    only = {name for name in ONLY if effect(name, model_type) == "only"}
+    assert read - only == READ | READ_BY[model_type]
+    assert of_rope - set(ROPE_ONLY) == ROPE_READ
+
+
+def source_of(*modules: ModuleType) -> str:
+    """Return the sources without comments."""
+    return re.sub(r"(?m)#.*$", "", "".join(map(inspect.getsource, modules)))
+
+
+@families
+def test_the_table_has_every_field_that_transformers_reads(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type]()
+    configuration = import_module(type(config).__module__)
+    modeling = import_module(configuration.__name__.replace("configuration_", "modeling_"))
+    source = source_of(modeling, modeling_rope_utils, cache_utils, masking_utils, moe)
+    used = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
+    used |= set(re.findall(r"getattr\(\w*config, \"([a-z_]+)\"", source))
+    used |= set(re.findall(r"self\.([a-z_]+)\b(?!\()", source_of(configuration)))
+    used -= {"json", "default_theta"}  # a file's name, and a constant of the class
+    methods = {name for name in used if callable(getattr(config, name, None))}
+    assert {"rms_norm_eps", "attention_chunk_size"} <= used
+    names = (set(config.to_dict()) | used) - methods
+    assert {name for name in names if effect(name, model_type) == "unknown"} == set()
+
+
+def test_the_table_has_every_field_of_rope() -> None:
+    source = source_of(modeling_rope_utils)
+    used = set(re.findall(r"rope_parameters(?:_dict)?(?:\.get\(|\[)\"([a-z_]+)\"", source))
+    assert {"factor", "long_factor", "rope_theta"} <= used
+    assert {name for name in used if rope_effect(name) == "unknown"} == set()
+
+
+def test_names_of_composite_configs_are_refused() -> None:
+    source = inspect.getsource(type(CONFIG_MAPPING["llama"]()).get_text_config)
+    names = {"decoder", "generator", "text_config", "text_encoder"}
+    assert all(f'"{name}"' in source for name in names)
+    assert names <= set(ONLY)
+
+
+@families
+def test_each_field_has_one_effect(model_type: str) -> None:
+    harmless = HARMLESS | HARMLESS_BY.get(model_type, frozenset())
+    assert not (READ | READ_FOR_TEXT) & (harmless | set(ONLY))
+    assert not READ_BY[model_type] & (READ | harmless)
+    assert not harmless & set(ONLY)
+    assert not ROPE_READ & (ROPE_HARMLESS | set(ROPE_ONLY))
+
+
+def test_a_field_in_no_table_has_no_effect_and_is_named() -> None:
+    config = SIZES | {"architectures": ["LlamaForCausalLM"]}
+    more = {
+        "attention_multiplier": 3.0,
+        "norm_topk_prob": True,
+        "rope_thetaa": 5.0,
+        "unset": None,
+        "use_cache": True,
+        "rope_scaling": {"type": "linear", "factor": 2.0, "original_max_position_embedding": 9},
+    }
+    source = Path("config.json")
+    scaled = config | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert build_spec(config | more, source) == build_spec(scaled, source)
+    assert unread(config | more, "llama") == [
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "attention_multiplier",
+        "norm_topk_prob",
+        "rope_thetaa (did you mean rope_theta?)",
+        "rope_scaling.original_max_position_embedding (did you mean "
+        "original_max_position_embeddings?)",
+    ]

@@ -1,0 +1,92 @@
+"""Writes docs/config-fields.md: what weft does with each field of config.json, for each family.
+
+python tools/config_fields.py          # write the file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from weft.models.spec.config_table import (
+    HARMLESS,
+    HARMLESS_BY,
+    ONLY,
+    READ,
+    READ_BY,
+    READ_FOR_TEXT,
+    ROPE_HARMLESS,
+    ROPE_ONLY,
+    ROPE_READ,
+    effect,
+    rope_effect,
+)
+from weft.models.spec.families import FAMILIES
+
+PAGE = Path(__file__).parent.parent / "docs/config-fields.md"
+
+INTRODUCTION = """# Fields of config.json
+
+weft runs a checkpoint as `transformers` does, or refuses it. This page says what weft does with
+each field of `config.json`, for each family. `python tools/config_fields.py` writes it from
+[config_table.py](../models/spec/config_table.py). Tests compare the table with weft's own reading,
+and with the fields that `transformers` reads.
+
+| word | meaning |
+| --- | --- |
+| read | The field has an effect. A value that weft does not implement is refused. |
+| only ... | Any other value is refused. |
+| refused | The field must be absent or `null`. |
+| harmless | The field has no effect on answers. |
+| - | Neither `transformers` nor weft reads the field in this family. |
+
+The same as `-` holds for fields without a row. The log names such a field once at load, with a
+suggestion if it resembles a field that is read: `rope_thetaa (did you mean rope_theta?)`. A field
+with the value `null` counts as absent.
+
+Sampling fields such as `temperature` count only without a `generation_config.json`; `eos_token_id`
+counts if that file has none. Other arguments of `generate()` in `config.json` are not read.
+"""
+
+ROPE = """
+## Inside rope_parameters and rope_scaling
+
+These rows hold for all families.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    families = [family.model_type for family in FAMILIES.values()]
+    by_family = set().union(*READ_BY.values(), *HARMLESS_BY.values())
+    names = sorted(READ | READ_FOR_TEXT | HARMLESS | set(ONLY) | by_family)
+    rows = [
+        [f"`{name}`", *(_cell(effect(name, each), ONLY.get(name, ())) for each in families)]
+        for name in names
+    ]
+    rope_rows = [
+        [f"`{name}`", _cell(rope_effect(name), ROPE_ONLY.get(name, ()))]
+        for name in sorted(ROPE_READ | ROPE_HARMLESS | set(ROPE_ONLY))
+    ]
+    table = _table(["field", *(f"`{each}`" for each in families)], rows)
+    return f"{INTRODUCTION}\n{table}{ROPE}\n{_table(['field', 'effect'], rope_rows)}"
+
+
+def _cell(effect: str, allowed: Iterable[object]) -> str:
+    if effect == "only":
+        values = [f"`{_json(value)}`" for value in allowed if not isinstance(value, float)]
+        return f"only {', '.join(values)}" if values else "refused"
+    return "-" if effect == "unknown" else effect
+
+
+def _json(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
