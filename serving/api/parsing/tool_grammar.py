@@ -173,7 +173,9 @@ class _Calls:
         form = self._form
         if form.syntax == "harmony":
             return self._among_messages(tools, several)
-        text: Format = {"type": "any_text", "excludes": [form.mark] if form.mark else []}
+        # xgrammar takes a token for text unless its own text is excluded.
+        mark = next((token for token in self._tokens if token in form.mark), form.mark)
+        text: Format = {"type": "any_text", "excludes": [mark] if mark else []}
         if form.at_start:  # either the whole answer is calls, or it must not begin like a call
             other = sequence(regex(rf"[^\{form.first[0]}<\s]"), text)
             return either(self.several(tools, several), optional(other))
