@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +18,7 @@ from weft.serving.api.parsing.formats import (
     HARMONY_FINAL,
     HARMONY_NEXT,
     TOOL_FORMATS,
+    Parameters,
     ReasoningFormat,
     ToolFormat,
 )
@@ -33,6 +34,24 @@ from weft.serving.api.parsing.grammar_parts import (
 from weft.serving.api.parsing.schema_grammar import Arguments
 from weft.serving.engine.sampling_params import Grammar
 
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+"""The schema of arguments that are not constrained."""
+INPUT = "input"
+"""The only argument of a tool that takes a text."""
+
+
+@dataclass(frozen=True)
+class InputGrammar:
+    """The grammar for the text that a tool takes.
+
+    Attributes:
+        syntax: how the grammar is written.
+        definition: the grammar.
+    """
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
 
 @dataclass(frozen=True)
 class Offered:
@@ -41,10 +60,12 @@ class Offered:
     Attributes:
         name: name of the function.
         schema: JSON schema of the arguments.
+        input_grammar: grammar for the argument INPUT, which is then the only one.
     """
 
     name: str
     schema: dict[str, Any]
+    input_grammar: InputGrammar | None = None
 
 
 def calls_only(
@@ -152,7 +173,9 @@ class _Calls:
         form = self._form
         if form.syntax == "harmony":
             return self._among_messages(tools, several)
-        text: Format = {"type": "any_text", "excludes": [form.mark] if form.mark else []}
+        # xgrammar takes a token for text unless its own text is excluded.
+        mark = next((token for token in self._tokens if token in form.mark), form.mark)
+        text: Format = {"type": "any_text", "excludes": [mark] if mark else []}
         if form.at_start:  # either the whole answer is calls, or it must not begin like a call
             other = sequence(regex(rf"[^\{form.first[0]}<\s]"), text)
             return either(self.several(tools, several), optional(other))
@@ -184,6 +207,8 @@ class _Calls:
 
     def _arguments(self, tool: Offered) -> Format:
         form, place = self._form, f"tools: {tool.name}"
+        if tool.input_grammar is not None:
+            return self._input(tool.input_grammar, place)
         if form.syntax == "gemma":
             return Arguments(tool.schema, place, self._tokens, form.quote).gemma()
         if form.syntax == "python":
@@ -192,7 +217,10 @@ class _Calls:
         found: Format = {"type": "json_schema", "json_schema": tool.schema, "of": place}
         if form.parameters is not None:
             written = form.parameters.open + form.parameters.middle + form.parameters.close
-            if special := next((mark for mark in self._tokens if mark in written), None):
+            special = next((mark for mark in self._tokens if mark in written), None)
+            if special is not None and tool.schema == ANY_OBJECT:
+                return self._any_parameters(form.parameters)
+            if special is not None:
                 raise RequestError(
                     f"{special!r} is a special token of this model, so its format for calls cannot "
                     "be enforced: remove strict, or use tool_choice auto",
@@ -201,6 +229,42 @@ class _Calls:
                 )
             found |= {"style": form.parameters.style, "excludes": [form.parameters.close]}
         return found
+
+    def _any_parameters(self, form: Parameters) -> Format:
+        """Return the format for any parameters, whose marks may be tokens."""
+        parts = [self._text(form.open), _until(form.middle, self._tokens)]
+        if form.typed:
+            parts.append(either(self._text(f"true{form.typed}"), self._text(f"false{form.typed}")))
+        parts += (_until(form.close, self._tokens), regex("\\n?"))
+        return star(sequence(*parts))
+
+    def _input(self, grammar: InputGrammar, place: str) -> Format:
+        """Return the format for arguments with one text, which a grammar constrains."""
+        form = self._form
+        writing = "json"
+        match form.syntax:
+            case "parameters":
+                assert form.parameters is not None
+                parts, end = form.parameters, "\n" if form.parameters.newlines else ""
+                typed = f"true{parts.typed}" if parts.typed else ""
+                around = (parts.open + INPUT + parts.middle + typed + end, end + parts.close)
+                writing = "plain"
+            case "gemma":
+                around = (f"{{{INPUT}:{form.quote}", f"{form.quote}}}")
+                writing = "plain"
+            case "python":
+                around = (f'({INPUT}="', '")')
+            case _:
+                around = (f'{{"{INPUT}": "', '"}')
+        text: Format = {
+            "type": "grammar",
+            "grammar": grammar.definition,
+            "syntax": grammar.syntax,
+            "writing": writing,
+            "of": place,
+        }
+        space = [regex("\\n?")] if form.syntax == "parameters" else []
+        return sequence(self._text(around[0]), text, self._text(around[1]), *space)
 
     def _text(self, text: str) -> Format:
         return literal(text, self._tokens)
