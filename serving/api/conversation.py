@@ -10,11 +10,22 @@ from typing import Any
 from weft.errors import RequestError
 from weft.serving.api.openai.requests import Function, FunctionName, Message, ToolMode
 from weft.serving.api.parsing.formats import within_thought
+from weft.serving.api.parsing.tool_grammar import InputGrammar
 from weft.serving.engine.chat_templates import UNASKED, Thinking
 from weft.serving.engine.tokenizer import Tokenizer
 
 MAX_COUNTED = 1 << 15
 """Tokens in a text that is only tokenized. If the context is longer, the context is the maximum."""
+
+
+class TextFunction(Function):
+    """A function that takes one text, its argument INPUT.
+
+    Attributes:
+        grammar: constrains the text; only for a strict function.
+    """
+
+    grammar: InputGrammar | None = None
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,18 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.conversation import Conversation
+from weft.serving.api.conversation import Conversation, TextFunction
 from weft.serving.api.middleware.request_context import admit, current
 from weft.serving.api.openai.replies import CompletionUsage, FinishReason, PromptTokensDetails
-from weft.serving.api.openai.requests import FunctionName
+from weft.serving.api.openai.requests import Function, FunctionName
 from weft.serving.api.parsing.pieces import Answer, CallStart, Content, Piece, Reasoning
-from weft.serving.api.parsing.tool_grammar import Offered, calls_only, or_calls, strict_calls
+from weft.serving.api.parsing.tool_grammar import (
+    InputGrammar,
+    Offered,
+    calls_only,
+    or_calls,
+    strict_calls,
+)
 from weft.serving.api.prompts import AS_USUAL, PromptOptions
 from weft.serving.api.state import ServerState
 from weft.serving.engine.admission import for_each
@@ -333,7 +339,7 @@ def _with_grammar(
     The grammar applies after the thought, if the model thinks.
     """
     tools = [
-        (tool, Offered(tool.name, tool.parameters or _NO_PARAMETERS))
+        (tool, Offered(tool.name, tool.parameters or _NO_PARAMETERS, _input_grammar(tool)))
         for tool in conversation.offered
     ]
     free = [
@@ -366,6 +372,10 @@ def _with_grammar(
         return params
     grammar = form.after_thought(grammar, prompt, conversation.continued_text)
     return msgspec.structs.replace(params, grammar=grammar)
+
+
+def _input_grammar(tool: Function) -> InputGrammar | None:
+    return tool.grammar if isinstance(tool, TextFunction) else None
 
 
 class _Reader(Protocol):

@@ -17,6 +17,7 @@ from weft.serving.api.middleware.auth import open_paths
 from weft.serving.api.middleware.request_context import RequestContext, heavy
 from weft.serving.api.openai.replies import now
 from weft.serving.api.parsing.parser import AnswerFormat
+from weft.serving.api.responses.store import ResponseStore
 from weft.serving.batch.service import BatchService
 from weft.serving.config.settings import EngineConfig, ServerConfig
 from weft.serving.engine.metrics import Metrics
@@ -45,9 +46,11 @@ class ServerState:
         vllm_metrics: repeat metrics under vLLM's names.
         created: seconds since 1970 at the server's start.
         state_dir: folder for files and batches; None for a temporary folder.
+        response_memory: a setting of `ServerConfig`.
         open_paths: paths that need no API key; None if the server has no keys.
         metrics: counters and latencies.
         batches: files and batches.
+        responses: stored responses.
     """
 
     model: str
@@ -61,9 +64,11 @@ class ServerState:
     vllm_metrics: bool = False
     created: int = field(default_factory=now)
     state_dir: Path | None = None
+    response_memory: int = 0
     open_paths: frozenset[str] | None = None
     metrics: Metrics = field(init=False)
     batches: BatchService = field(init=False)
+    responses: ResponseStore = field(init=False)
     _answer_format: AnswerFormat | None = field(init=False, default=None)
     _local_api: LocalApi | None = field(init=False, default=None)
     _turns: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -71,6 +76,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: self.engine, self.model, vllm=self.vllm_metrics)
         self.batches = BatchService(self, self.state_dir)
+        self.responses = ResponseStore(self.response_memory)
 
     @classmethod
     def of(cls, engine_config: EngineConfig, server_config: ServerConfig) -> ServerState:
@@ -86,6 +92,7 @@ class ServerState:
             page=server_config.page,
             vllm_metrics=server_config.vllm_metrics,
             state_dir=None if folder is None else Path(folder),
+            response_memory=server_config.response_memory,
             open_paths=open_paths(server_config),
         )
 

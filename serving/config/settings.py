@@ -338,6 +338,15 @@ class ServerConfig:
             "folder for uploaded files and batches, which continue after a restart; else temporary"
         ),
     ] = None
+    response_memory: Annotated[
+        int,
+        Help(
+            "memory for stored responses (/v1/responses); the least recently used go first; "
+            "0 stores none",
+            ge=0,
+            unit="bytes",
+        ),
+    ] = 256 << 20
     log_stats: Annotated[
         bool, Help("log a line with the throughput every 10 seconds, while there is work")
     ] = True
@@ -409,7 +418,10 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("model", "revision", "tokenizer", "chat_template", "default_chat_template_kwargs"),
         *("generation_config", "dtype", "quantization", "compress_weights", "pooling", "seed"),
     ),
-    "Server": (*("host", "port", "served_model_name", "tool_parser", "reasoning_parser", "page"),),
+    "Server": (
+        *("host", "port", "served_model_name", "tool_parser", "reasoning_parser", "page"),
+        *("response_memory",),
+    ),
     "Security": (
         *("api_key", "api_key_file", "open_metrics"),
         *("max_requests_per_key", "tokens_per_minute_per_key", "cors_origins"),

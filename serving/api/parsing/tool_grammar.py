@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,22 @@ from weft.serving.api.parsing.grammar_parts import (
 from weft.serving.api.parsing.schema_grammar import Arguments
 from weft.serving.engine.sampling_params import Grammar
 
+INPUT = "input"
+"""The only argument of a tool that takes a text."""
+
+
+@dataclass(frozen=True)
+class InputGrammar:
+    """The grammar for the text that a tool takes.
+
+    Attributes:
+        syntax: how the grammar is written.
+        definition: the grammar.
+    """
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
 
 @dataclass(frozen=True)
 class Offered:
@@ -41,10 +57,12 @@ class Offered:
     Attributes:
         name: name of the function.
         schema: JSON schema of the arguments.
+        input_grammar: grammar for the argument INPUT, which is then the only one.
     """
 
     name: str
     schema: dict[str, Any]
+    input_grammar: InputGrammar | None = None
 
 
 def calls_only(
@@ -184,6 +202,8 @@ class _Calls:
 
     def _arguments(self, tool: Offered) -> Format:
         form, place = self._form, f"tools: {tool.name}"
+        if tool.input_grammar is not None:
+            return self._input(tool.input_grammar, place)
         if form.syntax == "gemma":
             return Arguments(tool.schema, place, self._tokens, form.quote).gemma()
         if form.syntax == "python":
@@ -201,6 +221,34 @@ class _Calls:
                 )
             found |= {"style": form.parameters.style, "excludes": [form.parameters.close]}
         return found
+
+    def _input(self, grammar: InputGrammar, place: str) -> Format:
+        """Return the format for arguments with one text, which a grammar constrains."""
+        form = self._form
+        writing = "json"
+        match form.syntax:
+            case "parameters":
+                assert form.parameters is not None
+                parts, end = form.parameters, "\n" if form.parameters.newlines else ""
+                typed = f"true{parts.typed}" if parts.typed else ""
+                around = (parts.open + INPUT + parts.middle + typed + end, end + parts.close)
+                writing = "plain"
+            case "gemma":
+                around = (f"{{{INPUT}:{form.quote}", f"{form.quote}}}")
+                writing = "plain"
+            case "python":
+                around = (f'({INPUT}="', '")')
+            case _:
+                around = (f'{{"{INPUT}": "', '"}')
+        text: Format = {
+            "type": "grammar",
+            "grammar": grammar.definition,
+            "syntax": grammar.syntax,
+            "writing": writing,
+            "of": place,
+        }
+        space = [regex("\\n?")] if form.syntax == "parameters" else []
+        return sequence(self._text(around[0]), text, self._text(around[1]), *space)
 
     def _text(self, text: str) -> Format:
         return literal(text, self._tokens)

@@ -39,6 +39,7 @@ class ReasoningItem(Struct, tag="reasoning"):
     content: list[ReasoningText]
     status: Progress = "in_progress"
     summary: list[None] = field(default_factory=list)
+    encrypted_content: str | UnsetType = UNSET
 
 
 class OutputCall(Struct, tag="function_call"):
@@ -48,10 +49,22 @@ class OutputCall(Struct, tag="function_call"):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
     status: Progress = "in_progress"
 
 
-OutputItem = OutputMessage | ReasoningItem | OutputCall
+class OutputCustomCall(Struct, tag="custom_tool_call"):
+    """A call to a tool that takes a text; the result is a custom_tool_call_output."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
+    status: Progress = "in_progress"
+
+
+OutputItem = OutputMessage | ReasoningItem | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(Struct):
@@ -113,12 +126,38 @@ class ResponseObject(Struct, tag="response", tag_field="object"):
     incomplete_details: IncompleteDetails | None = None
     completed_at: int | None = None
     background: bool = False
-    previous_response_id: None = None
-    reasoning: dict[str, None] = field(default_factory=lambda: {"effort": None, "summary": None})
+    previous_response_id: str | None = None
+    reasoning: dict[str, str | None] = field(
+        default_factory=lambda: {"effort": None, "summary": None}
+    )
     service_tier: str = "default"
     store: bool = False
     truncation: str = "disabled"
     top_logprobs: int = 0
+
+
+class ResponseDeleted(Struct):
+    """The reply to DELETE /v1/responses/ID."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ResponseItems(Struct):
+    """The reply to GET /v1/responses/ID/input_items."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class InputTokens(Struct, tag="response.input_tokens", tag_field="object"):
+    """The reply to /v1/responses/input_tokens."""
+
+    input_tokens: int
 
 
 class _Event(Struct, kw_only=True):
@@ -223,6 +262,18 @@ class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments
     arguments: str
 
 
+class InputDelta(_InItem, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    """More of the text for a tool."""
+
+    delta: str
+
+
+class InputDone(_InItem, kw_only=True, tag="response.custom_tool_call_input.done"):
+    """The whole text for a tool."""
+
+    input: str
+
+
 ResponseEvent = (
     Created
     | InProgress
@@ -239,4 +290,6 @@ ResponseEvent = (
     | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
+    | InputDelta
+    | InputDone
 )

@@ -1,7 +1,6 @@
 """Requests for OpenAI's Responses; events.py has the replies.
 
-As in openai/requests.py, an unknown field is refused by its name. The server stores nothing between
-requests. It refuses references to earlier responses, so send the whole conversation.
+As in openai/requests.py, an unknown field is refused by its name.
 """
 
 from __future__ import annotations
@@ -13,89 +12,15 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.openai.requests import (
-    Function,
-    FunctionName,
-    Stop,
-    ToolMode,
-    mode_or,
-    sampling_params,
-)
+from weft.serving.api.openai.requests import Priority, Stop, ToolMode, mode_or, sampling_params
+from weft.serving.api.responses.items import InputItem
+from weft.serving.api.responses.tools import NamedTool, Tools
+from weft.serving.engine.chat_templates import Effort, Thinking
 from weft.serving.engine.sampling_params import Grammar, SamplingParams
-
-
-class InputPart(Body):
-    """A text in an item's content."""
-
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
-    text: str
-    annotations: list[Any] | None = Field(None, max_length=0)
-    logprobs: list[Any] | None = None
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
-Parts = Annotated[
-    list[InputPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart])
-]
-
-
-_REQUIRED = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
-
-
-class InputItem(Body):
-    """A message (with a role), a call, a call's output, or a thought, depending on `type`."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Parts | None = None
-    phase: None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: Parts | None = None
-    summary: Parts | None = None
-    encrypted_content: None = None
-
-    model_config = by_type(_REQUIRED, default="message")
-
-    @model_validator(mode="after")
-    def _has_what_its_type_says(self) -> Self:
-        for name in _REQUIRED[self.type]:
-            if getattr(self, name) is None:
-                raise RequestError(
-                    f"input has an item of type {self.type} without {name}",
-                    param=f"input.{name}",
-                    code="missing_parameter",
-                )
-        return self
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class OwnTool(Body):
-    """A tool that the client runs. This check comes first and refuses OpenAI's hosted tools."""
-
-    type: Literal["function"]
-
-
-class ResponsesTool(Function, OwnTool):
-    """A function for the model."""
-
-
-class NamedFunction(FunctionName, OwnTool):
-    """The tool that the model must call."""
 
 
 class TextFormat(Body):
@@ -139,11 +64,17 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Body):
-    """Options for reasoning; none can be set."""
+_Summary = Literal["auto", "concise", "detailed"]
 
-    effort: None = None
-    summary: None = None
+
+class ReasoningOptions(Body):
+    """Options for reasoning. No summary is written, because `content` has the whole thought."""
+
+    effort: Effort | None = None
+    summary: _Summary | None = None
+    generate_summary: _Summary | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponsesStreamOptions(Body):
@@ -152,49 +83,88 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+SEALED_THOUGHTS = "reasoning.encrypted_content"
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 _Items = Annotated[list[InputItem], Field(min_length=1)]
 
 
-class ResponsesRequest(Body):
-    """POST /v1/responses. OpenAI does not have `seed`, `stop`, `top_k`, `min_p` and `priority`."""
+class InputTokensRequest(Body):
+    """POST /v1/responses/input_tokens: the fields that change the prompt."""
 
-    model: str
+    model: str | None = None
     input: Annotated[
         list[InputItem],
         BeforeValidator(_as_items, json_schema_input_type=str | _Items),
     ] = Field(min_length=1)
-    background: Literal[False] | None = None
-    include: list[Any] | None = Field(None, max_length=0)
+    conversation: None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
-    min_p: float | None = None
     parallel_tool_calls: bool | None = None
-    previous_response_id: None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    prompt_cache_key: str | None = None
+    personality: None = None
+    previous_response_id: str | None = None
     reasoning: ReasoningOptions | None = None
-    safety_identifier: str | None = None
-    seed: int | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    stop: Stop | None = None
-    store: Literal[False] | None = None
-    stream: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None
-    temperature: float | None = None
     text: TextOptions | None = None
-    tool_choice: Annotated[ToolMode | NamedFunction | None, mode_or(NamedFunction)] = None
-    tools: list[ResponsesTool] | None = None
-    top_k: int | None = None
-    top_logprobs: Literal[0] | None = None
-    top_p: float | None = None
+    tool_choice: Annotated[ToolMode | NamedTool | None, mode_or(NamedTool)] = None
+    tools: Tools | None = None
     truncation: Literal["disabled"] | None = None
-    user: str | None = None
 
     @property
     def text_format(self) -> TextFormat | None:
         """The form of the answer, if the request has one."""
         return None if self.text is None else self.text.format
+
+    @property
+    def thinking(self) -> Thinking:
+        """The thought that the request asks for."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return Thinking.of_effort(effort, "reasoning.effort")
+
+
+class ResponsesRequest(InputTokensRequest):
+    """POST /v1/responses. OpenAI does not have `seed`, `stop`, `top_k`, `min_p` and `priority`."""
+
+    include: list[Included] | None = None
+    max_output_tokens: int | None = None
+    min_p: float | None = None
+    priority: Priority | None = None
+    seed: int | None = None
+    stop: Stop | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    # Labels and hints, and values without an effect.
+    background: Literal[False] | None = None
+    client_metadata: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    top_logprobs: Literal[0] | None = None
+    user: str | None = None
+    # Unsupported; null is the same as absent.
+    access_programs: None = None
+    context_management: None = None
+    image: None = None
+    moderation: None = None
+    prompt: None = None
+
+    @property
+    def seals_thoughts(self) -> bool:
+        """True if thoughts carry `encrypted_content`."""
+        return SEALED_THOUGHTS in (self.include or ())
 
     def sampling_params(self) -> SamplingParams:
         """Return the sampling settings; RequestError if a value is out of range."""

@@ -1,18 +1,23 @@
 """Converts every grammar to one form: a format of xgrammar's structural tags.
 
 So a schema has the same meaning alone, after a thought and as a tool's arguments. Each schema goes
-through json_schema.py and has the same limit on white space. In errors a "json_schema" has the
-name in its field `of`, or else its place in the tag.
+through json_schema.py and has the same limit on white space. A "grammar" may also be in Lark's
+syntax, or be a regular expression that xgrammar does not know inside a JSON text: then it has the
+fields `syntax` and `writing`. In errors both have the name in their field `of`, or else their place
+in the tag.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from weft.errors import RequestError
+from weft.serving.engine.grammar.characters import Writing
+from weft.serving.engine.grammar.expressions import expression_as_ebnf
 from weft.serving.engine.grammar.json_schema import parse, prepare
+from weft.serving.engine.grammar.lark_grammar import lark_as_ebnf
 from weft.serving.engine.sampling_params import Grammar
 
 Format = dict[str, Any]
@@ -56,6 +61,8 @@ def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> 
             markup = node.get("style", "json") != "json"
             node["json_schema"] = prepare(node.get("json_schema"), where, markup=markup)
             node["max_whitespace_cnt"] = MAX_WHITESPACE
+        elif node["type"] == "grammar" and "syntax" in node:
+            node["grammar"] = _ebnf(node, place)
         else:
             _name_tokens(node, place, token_id)
     forms[0] = preceded(forms[0], grammar.header)
@@ -79,6 +86,32 @@ def tokens_replaced(form: Format, replace: Callable[[int], int]) -> Format:
         _name_tokens(node, "", lambda token: replace(int(token)))
     return copy
 
+
+def _ebnf(node: Format, place: str) -> str:
+    """Return the EBNF of a grammar in another syntax, and take that syntax's fields off."""
+    place = str(node.pop("of", place))[:80]
+    convert = _SYNTAXES.get(node.pop("syntax"))
+    writing = node.pop("writing", "plain")
+    text = node.get("grammar")
+    if convert is None or writing not in get_args(Writing) or not isinstance(text, str):
+        raise RequestError(
+            f"{place} is not a grammar: its syntax is {' or '.join(_SYNTAXES)}, its writing "
+            f"{' or '.join(get_args(Writing))}, and grammar is a text"
+        )
+    try:
+        return convert(text, writing)
+    except RequestError as error:
+        raise RequestError(f"{place}: {error.message}") from None
+
+
+def _regex_as_ebnf(pattern: str, writing: Writing) -> str:
+    return f"root ::= {expression_as_ebnf(pattern, writing)}"
+
+
+_SYNTAXES: dict[Any, Callable[[str, Writing], str]] = {
+    "lark": lark_as_ebnf,
+    "regex": _regex_as_ebnf,
+}
 
 _TOKENS = {"token", "exclude_tokens", "trigger_tokens"}
 

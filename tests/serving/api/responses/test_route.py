@@ -17,15 +17,22 @@ from weft.errors import EngineError, RequestError
 from weft.serving.api.generation import Generation
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.responses.requests import ResponsesRequest
-from weft.serving.api.responses.route import _Writer
+from weft.serving.api.responses.turn import Turn
+from weft.serving.api.responses.writer import Writer
 from weft.serving.engine.sampling_params import NEUTRAL, SamplingParams
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": False}
+GROUP = {"type": "namespace", "name": "mcp__maps", "description": "Maps.", "tools": [WEATHER]}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PARTS = ("<think>", "</think>", CALL, "<tool_call>", '{"name": "f", ', "hello world", "é😀", "\n")
 # What differs between two answers to one question.
 VOLATILE = {"id", "item_id", "call_id", "created_at", "completed_at", "cached_tokens"}
+
+
+def _grammar(syntax: str, definition: str) -> dict[str, Any]:
+    return {"type": "grammar", "syntax": syntax, "definition": definition}
 
 
 def post(echo: Server, text: Any, **fields: Any) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def test_an_answer_of_every_kind(echo: Server) -> None:
     assert answer["status"] == "completed"
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
     assert answer["instructions"] == "be brief"
-    assert answer["store"] is False
+    assert answer["store"] is True
 
 
 def test_an_answer_that_is_cut_off(echo: Server) -> None:
@@ -169,27 +176,38 @@ def test_the_client(echo: Server) -> None:
         conversation: Any = [{"role": "user", "content": "weather?"}, *answer.output, given]
         again = client.responses.create(model="echo", input=conversation, tools=tools)
         assert again.output_text == "sunny"
-        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-            client.responses.create(model="echo", input="a", previous_response_id=answer.id)
 
 
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("store", {"store": True}),
         ("background", {"background": True}),
         ("conversation", {"conversation": "conv_1"}),
-        ("include", {"include": ["reasoning.encrypted_content"]}),
-        ("max_tool_calls", {"max_tool_calls": 1}),
+        ("include[0]", {"include": ["reasoning.text"]}),
+        ("include[0]", {"include": ["message.output_text.logprobs"]}),
+        ("prompt", {"prompt": {"id": "pmpt_1"}}),
         ("truncation", {"truncation": "auto"}),
-        ("reasoning.effort", {"reasoning": {"effort": "high"}}),
+        ("reasoning.effort", {"reasoning": {"effort": "utmost"}}),
+        ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
+        ("tools[1].type", {"tools": [WEATHER, {"type": "wizardry"}]}),
+        ("tools[0].tools[0].type", {"tools": [GROUP | {"tools": [{"type": "mcp"}]}]}),
+        ("tools[0].name", {"tools": [{"type": "custom", "name": "a b"}]}),
+        ("tools[0].allowed_callers", {"tools": [WEATHER | {"allowed_callers": ["programmatic"]}]}),
+        ("tools[0].format", {"tools": [PATCH | {"format": {"type": "grammar"}}]}),
+        ("tools[0].format.syntax", {"tools": [PATCH | {"format": _grammar("peg", "a")}]}),
+        ("tools", {"tools": [WEATHER, WEATHER]}),
+        ("tool_choice.type", {"tools": [WEATHER], "tool_choice": {"type": "web_search"}}),
+        ("tool_choice", {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
         ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "a"}}}),
         ("text.format.name", {"text": {"format": {"type": "json_object", "name": "a"}}}),
-        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
         ("input", {"input": []}),
-        ("input[0].type", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
         ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "x"}]}]}),
+        ("input[0].type", {"input": [{"type": "compaction", "encrypted_content": "a"}]}),
+        ("input[0]", {"input": [{"type": "ignored"}]}),
+        ("input", {"input": [{"type": "web_search_call", "id": "ws_1"}]}),
+        ("input.encrypted_content", {"input": [{"type": "reasoning", "encrypted_content": "a"}]}),
+        ("input.encrypted_content", {"input": [{"type": "reasoning", "encrypted_content": "é"}]}),
         ("input.role", {"input": [{"content": "a"}]}),
         ("input.call_id", {"input": [{"type": "function_call_output", "output": "a"}]}),
         ("temperature", {"temperature": 3}),
@@ -214,7 +232,8 @@ def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any
 def test_a_failure_says_whose_fault_it_is(error: RequestError | EngineError, code: str) -> None:
     body = ResponsesRequest.model_validate({"model": "echo", "input": "hi"})
     generation = cast(Generation, SimpleNamespace(params=SamplingParams(), defaults=NEUTRAL))
-    event = _Writer(body, generation, cast(AnswerFormat, None)).failure(error).decode()
+    writer = Writer(body, "echo", generation, cast(AnswerFormat, None), cast(Turn, None), None)
+    event = writer.failure(error).decode()
     name, data = event.rstrip("\n").split("\n")
     assert name == "event: response.failed"
     response = json.loads(data.removeprefix("data: "))["response"]

@@ -1,0 +1,98 @@
+"""A request of Responses in its conversation: earlier responses, references, tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.errors import RequestError
+from weft.serving.api.conversation import Conversation
+from weft.serving.api.openai.requests import Message
+from weft.serving.api.responses.items import ITEMS, InputItem, messages_of, named, text_part
+from weft.serving.api.responses.requests import InputTokensRequest
+from weft.serving.api.responses.store import ResponseStore, Stored
+from weft.serving.api.responses.tools import Toolbox
+
+
+class Turn:
+    """A request, with all that it refers to.
+
+    Args:
+        body: the request.
+        store: earlier responses.
+        owner: the API key's digest, or "" without keys.
+
+    Attributes:
+        owner: see above.
+        toolbox: the request's tools.
+        items: JSON of the list of all items that the model sees, once there is a conversation.
+        ids: the ids of these items.
+
+    Raises:
+        RequestError: the request refers to a response or an item that is not stored, or two tools
+            have one name.
+    """
+
+    def __init__(self, body: InputTokensRequest, store: ResponseStore, owner: str) -> None:
+        self.owner = owner
+        self.toolbox = Toolbox(body.tools or ())
+        self.items = b""
+        self.ids: tuple[str, ...] = ()
+        self._body = body
+        self._previous: Stored | None = None
+        if body.previous_response_id is not None:
+            try:
+                self._previous = store.get(owner, body.previous_response_id)
+            except RequestError as error:
+                raise RequestError(
+                    error.message,
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                    status=error.status,
+                ) from None
+        self._places = {
+            item.id: store.with_item(owner, item.id)
+            for item in body.input
+            if item.type == "item_reference" and item.id is not None
+        }
+
+    def conversation(self) -> Conversation:
+        """Return the conversation; this takes long if the conversation is long.
+
+        Raises:
+            RequestError: no item is for the model, an item is invalid, or the tools and the choice
+                contradict each other.
+        """
+        body = self._body
+        items = named(self._all_items())
+        messages = [] if body.instructions is None else [_system(body.instructions)]
+        messages += messages_of(items, self.toolbox)
+        if not messages:
+            raise RequestError("input has no item that the model could see", param="input")
+        self.items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
+        self.ids = tuple(item.id for item in items if item.id is not None)
+        return Conversation(
+            messages,
+            self.toolbox.functions,
+            self.toolbox.choice(body.tool_choice),
+            body.parallel_tool_calls is not False,
+            thinking=body.thinking,
+        )
+
+    def _all_items(self) -> Iterator[InputItem]:
+        if self._previous is not None:
+            yield from map(_item, self._previous.conversation())
+        distinct = {id(each): each for each in self._places.values()}.values()
+        stored = {item["id"]: item for each in distinct for item in each.conversation()}
+        for item in self._body.input:
+            if item.type == "item_reference" and item.id is not None:
+                item = _item(stored[item.id])
+            yield item
+
+
+def _item(stored: dict[str, Any]) -> InputItem:
+    return InputItem.model_validate(stored)
+
+
+def _system(text: str) -> Message:
+    return Message(role="system", content=[text_part(text)])
