@@ -68,7 +68,7 @@ def build_app(
             allow_origins=[origin.strip() for origin in config.cors_origins.split(",")],
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=["retry-after", "request-id", "x-request-id"],
         )
     log = config.log_requests or config.log_prompts
     return AccessLog(app, state.metrics, tracer, log=log)

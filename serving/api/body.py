@@ -6,19 +6,20 @@ import asyncio
 import codecs
 import json
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Union, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema, from_json
+from pydantic_core import CoreSchema, InitErrorDetails, core_schema, from_json
 
 from weft.errors import RequestError
 from weft.serving.api.errors import explain, field_name
@@ -127,6 +128,51 @@ class Body(BaseModel):
         if isinstance(value, dict) and len(value) > known + _UNKNOWN_FIELDS:
             raise ValueError(f" has {len(value):,} fields; this server knows {known}")
         return value
+
+
+def one_of(
+    bodies: Sequence[type[Body]], choose: Callable[[Mapping[str, Any]], type[Body]]
+) -> BeforeValidator:
+    """Return a validator for an object with one of several forms.
+
+    Errors are about the form that the client tried, and name its fields.
+
+    Args:
+        bodies: all forms.
+        choose: returns the form of an object; it may raise `wrong_choice`.
+    """
+
+    def read(value: Any) -> Body:
+        body = choose(value) if isinstance(value, dict) else bodies[0]
+        return body.model_validate(value)
+
+    return BeforeValidator(read, json_schema_input_type=Union[tuple(bodies)])  # noqa: UP007
+
+
+def by_field(field: str, bodies: Mapping[str, type[Body]]) -> BeforeValidator:
+    """Return a validator for an object whose form depends on the value of one field."""
+
+    def choose(value: Mapping[str, Any]) -> type[Body]:
+        kind = value.get(field)
+        if not isinstance(kind, str) or kind not in bodies:
+            raise wrong_choice(field, value, bodies)
+        return bodies[kind]
+
+    return one_of(list(bodies.values()), choose)
+
+
+def wrong_choice(field: str, value: Mapping[str, Any], allowed: Iterable[str]) -> ValidationError:
+    """Return pydantic's error for a field with another value than the allowed ones."""
+    error: InitErrorDetails = {"type": "missing", "loc": (field,), "input": value}
+    if field in value:
+        expected = ", ".join(map(repr, allowed))
+        error = {
+            "type": "literal_error",
+            "loc": (field,),
+            "input": value[field],
+            "ctx": {"expected": expected},
+        }
+    return ValidationError.from_exception_data(field, [error])
 
 
 class JsonRoute(APIRoute):

@@ -183,9 +183,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _answer(self, status: int, message: str) -> None:
         path = self.url.partition(b"?")[0].decode("latin-1")
-        content: msgspec.Struct = describe(RequestError(message, status=status))[1]
-        if is_anthropics(path):
-            content = anthropic_error(status, message)
+        _, error = describe(RequestError(message, status=status))
+        content = anthropic_error(status, error.error) if is_anthropics(path) else error
         body = msgspec.json.encode(content)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"

@@ -239,6 +239,20 @@ class ChatTemplates:
             return False
         return True
 
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """True if the default template shows a system message that comes after others.
+
+        Some templates reject it, and some leave it out.
+        """
+        roles = ("user", "system", "assistant", "user", "system")
+        messages = [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles)]
+        try:
+            text = self._rendered("default", messages, **self.defaults, add_generation_prompt=True)
+        except _TEMPLATE_ERRORS:
+            return False
+        return "system 1" in text and "system 4" in text
+
     @classmethod
     def load(
         cls,

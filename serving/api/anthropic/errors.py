@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape, for all errors on Anthropic's routes.
+"""Errors in Anthropic's shape, and the header `request-id`, for Anthropic's routes.
 
 Source of the types: Anthropic's API reference, "Errors".
 """
@@ -9,8 +9,9 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.serving.api.anthropic.events import AnthropicError, AnthropicErrorDetail
-from weft.serving.api.errors import ErrorResponse
+from weft.serving.api.anthropic.events import AnthropicError, AnthropicErrorDetail, ErrorDetails
+from weft.serving.api.errors import Error, ErrorResponse
+from weft.serving.api.middleware.request_context import current
 
 _PATH = "/v1/messages"
 _TYPES = {
@@ -29,14 +30,21 @@ def is_anthropics(path: str) -> bool:
     return path == _PATH or path.startswith(_PATH + "/")
 
 
-def anthropic_error(status: int, message: str) -> AnthropicError:
-    """Return the body for an error status."""
+def anthropic_error(status: int, error: Error) -> AnthropicError:
+    """Return the body for an error status. Rows of batches have no `request_id`."""
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    return AnthropicError(AnthropicErrorDetail(kind, message))
+    detail = AnthropicErrorDetail(kind, error.message)
+    if error.code is not None:
+        detail.details = ErrorDetails(error.code)
+    context = current.get()
+    return AnthropicError(detail, None if context is None else context.id)
 
 
 class AnthropicErrors:
-    """ASGI middleware that rewrites errors from OpenAI's shape; it must wrap all that send them."""
+    """ASGI middleware that rewrites errors from OpenAI's shape; it must wrap all that send them.
+
+    It also adds the header `request-id`, which Anthropic's SDK reads.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,6 +58,9 @@ class AnthropicErrors:
 
         async def rewriting(message: Message) -> None:
             nonlocal start, body
+            context = current.get()
+            if message["type"] == "http.response.start" and context is not None:
+                MutableHeaders(scope=message)["request-id"] = context.id
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 start = message
                 return
@@ -70,4 +81,4 @@ def _rewritten(status: int, body: bytes) -> bytes:
     if not body:  # the client has disconnected
         return body
     error = msgspec.json.decode(body, type=ErrorResponse).error
-    return msgspec.json.encode(anthropic_error(status, error.message))
+    return msgspec.json.encode(anthropic_error(status, error))

@@ -9,11 +9,18 @@ from msgspec import UNSET, Struct, UnsetType
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
+class OutputTokensDetails(Struct):
+    """The number of tokens in thoughts."""
+
+    thinking_tokens: int
+
+
 class MessagesUsage(Struct):
     """Token counts; `input_tokens` excludes tokens from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputTokensDetails
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
 
@@ -26,7 +33,7 @@ class TextOut(Struct, tag="text"):
 
 
 class ThinkingOut(Struct, tag="thinking"):
-    """A thought."""
+    """A thought. Some clients drop a thought without a signature; no server checks this one."""
 
     thinking: str
     signature: str = ""
@@ -43,8 +50,14 @@ class ToolUseOut(Struct, tag="tool_use"):
 BlockOut = TextOut | ThinkingOut | ToolUseOut
 
 
+class AppliedEdits(Struct):
+    """The edits that `context_management` led to: none."""
+
+    applied_edits: list[None] = []
+
+
 class MessageOut(Struct, tag="message"):
-    """The assistant's turn."""
+    """The assistant's turn. `context_management` answers the request's field."""
 
     id: str
     model: str
@@ -53,6 +66,7 @@ class MessageOut(Struct, tag="message"):
     role: Literal["assistant"] = "assistant"
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
+    context_management: AppliedEdits | UnsetType = UNSET
 
 
 class TokenCount(Struct):
@@ -86,6 +100,12 @@ class ThinkingDelta(Struct, tag="thinking_delta"):
     thinking: str
 
 
+class SignatureDelta(Struct, tag="signature_delta"):
+    """The signature of a thought, at its end."""
+
+    signature: str
+
+
 class InputJsonDelta(Struct, tag="input_json_delta"):
     """More input for a call."""
 
@@ -96,7 +116,7 @@ class BlockDelta(Struct, tag="content_block_delta"):
     """More content for a block."""
 
     index: int
-    delta: TextDelta | ThinkingDelta | InputJsonDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class BlockStop(Struct, tag="content_block_stop"):
@@ -132,11 +152,18 @@ MessageEvent = (
 )
 
 
+class ErrorDetails(Struct):
+    """The error's code, for programs."""
+
+    error_code: str
+
+
 class AnthropicErrorDetail(Struct):
-    """An error's type and message."""
+    """An error's type, message and code."""
 
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class AnthropicError(Struct, tag="error"):

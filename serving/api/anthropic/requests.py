@@ -1,155 +1,104 @@
 """Requests for Anthropic's Messages; events.py has the replies.
 
-As in openai/requests.py, an unknown field is refused by its name. `cache_control` is accepted and
-has no effect, because prefixes are always cached.
+As in openai/requests.py, an unknown field is refused by its name. docs/api.md has a table of all
+fields.
 """
 
 from __future__ import annotations
 
+import json
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from weft.errors import RequestError
+from weft.serving.api.anthropic.blocks import ConversationMessage, TextBlock, Texts
+from weft.serving.api.anthropic.tools import Hint, Tool, ToolChoice, check_choice
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.openai.requests import Function, Parameters, StopTexts, sampling_params
-from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.api.openai.requests import Priority, StopTexts, sampling_params
+from weft.serving.engine.chat_templates import Thinking
+from weft.serving.engine.sampling_params import Grammar, SamplingParams
 
 
-class CacheControl(Body):
-    """A cache hint; it has no effect."""
+class ThinkingConfig(Body):
+    """The switch for thinking. A budget is not enforced, and thoughts are never summarized."""
 
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+    block_binding: dict[str, Any] | None = None  # for checks of signatures
 
-
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class TextBlock(Body):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: list[Any] | None = Field(None, max_length=0)
-
-
-Texts = Annotated[
-    list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
-]
-
-
-_REQUIRED = {
-    "text": ("text",),
-    "thinking": ("thinking",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id",),
-}
-_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
-
-
-class Block(Body):
-    """A text, a thought, a call, or a call's result in a message, depending on `type`."""
-
-    type: Literal["text", "thinking", "tool_use", "tool_result"]
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: Texts | None = None
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
-    citations: list[Any] | None = Field(None, max_length=0)
-    caller: dict[str, Any] | None = None
-
-    model_config = by_type(_REQUIRED)
-
-
-class AnthropicMessage(Body):
-    """A turn in the conversation."""
-
-    role: Literal["user", "assistant"]
-    content: Annotated[
-        list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])
-    ]
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {
-                    "properties": {
-                        "role": {"const": role},
-                        "content": {"items": {"properties": {"type": {"enum": list(types)}}}},
-                    }
-                }
-                for role, types in _BLOCKS.items()
-            ]
-        }
-    )
+    model_config = by_type({"enabled": ("budget_tokens",), "disabled": (), "adaptive": ()})
 
     @model_validator(mode="after")
-    def _blocks_have_what_their_type_says(self) -> Self:
-        for block in self.content:
-            for field in _REQUIRED[block.type]:
-                if getattr(block, field) is None:
-                    raise RequestError(
-                        f"messages has a block of type {block.type} without {field}",
-                        param=f"messages.content.{field}",
-                        code="missing_parameter",
-                    )
-            if block.type not in _BLOCKS[self.role]:
-                raise RequestError(
-                    f"messages has a block of type {block.type} in a message of the {self.role}",
-                    param="messages.content.type",
-                )
-        return self
-
-
-class CustomTool(Body):
-    """A tool that the client runs. This check comes first and refuses Anthropic's hosted tools."""
-
-    type: Literal["custom"] | None = None
-
-
-class AnthropicTool(Function, CustomTool):
-    """A function for the model."""
-
-    parameters: Parameters = Field(alias="input_schema")
-    cache_control: CacheControl | None = None
-
-
-class AnthropicToolChoice(Body):
-    """The choice between tools: the model may, must or must not call one."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-    model_config = by_type(
-        {"tool": ("name",), "auto": (), "any": (), "none": ()},
-        dict.fromkeys(("auto", "any", "none"), ("name",)),
-    )
-
-    @model_validator(mode="after")
-    def _one_has_a_name(self) -> Self:
-        if (self.type == "tool") != (self.name is not None):
+    def _enabled_has_a_budget(self) -> Self:
+        if self.type == "enabled" and self.budget_tokens is None:
             raise RequestError(
-                "tool_choice.name is only for type 'tool', which requires it",
-                param="tool_choice.name",
+                "thinking.budget_tokens is missing; type 'enabled' requires it",
+                param="thinking.budget_tokens",
+                code="missing_parameter",
             )
         return self
 
 
-class Thinking(Body):
-    """Options for thinking; it cannot be limited or turned off."""
+class OutputFormat(Body):
+    """The JSON schema of the answer."""
 
-    type: Literal["adaptive"]
-    display: Literal["summarized"] | None = None
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The effort for the answer, and its form."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+    task_budget: None = None
+
+
+class ContextEdit(Body):
+    """A change to a long conversation, which is not made."""
+
+    type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112"]
+    clear_at_least: dict[str, Any] | None = None
+    clear_tool_inputs: bool | list[str] | None = None
+    exclude_tools: list[str] | None = None
+    instructions: str | None = None
+    keep: Literal["all"] | dict[str, Any] | None = None
+    pause_after_compaction: bool | None = None
+    trigger: dict[str, Any] | None = None
+
+
+class ContextManagement(Body):
+    """Changes to a long conversation, which are not made."""
+
+    edits: list[ContextEdit] | None = None
+
+
+class Thread(Body):
+    """A conversation that the server stores. This server stores none."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+    @model_validator(mode="after")
+    def _nothing_is_stored(self) -> Self:
+        """Raise the error after which Anthropic's SDK sends the whole conversation."""
+        if self.type == "continue":
+            raise RequestError(
+                "thread.type is 'continue'; this server stores no conversations: send all messages",
+                param="thread",
+                code="thread_not_found",
+                status=404,
+            )
+        return self
+
+
+class Diagnostics(Body):
+    """The message to compare the prompt cache with. This server does not report misses."""
+
+    previous_message_id: str | None = None
 
 
 class Metadata(Body):
@@ -162,24 +111,35 @@ class CountRequest(Body):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[AnthropicMessage] = Field(min_length=1)
+    messages: list[ConversationMessage] = Field(min_length=1)
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     system: Texts | None = None
-    tools: list[AnthropicTool] | None = None
-    tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
+    tool_choice: ToolChoice | None = None
+    tools: list[Tool] | None = None
+    # Without effect.
+    cache_control: Hint | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    speed: Literal["standard", "fast"] | None = None
+    # Unsupported; null is the same as absent.
+    billing_policy: None = None
+    compaction: None = None
 
     @model_validator(mode="after")
     def _the_last_message_can_be_continued(self) -> Self:
-        if self.messages[-1].role == "user":
-            return self
-        content = self.messages[-1].content
-        if other := [block.type for block in content if block.type != "text"]:
-            raise RequestError(
-                f"messages ends with a message of the assistant that has a block of type "
-                f"{other[0]}; only text can be continued",
-                param="messages",
-            )
-        if "".join(block.text or "" for block in content)[-1:].isspace():
+        last = list(takewhile(lambda message: message.role == "assistant", self.messages[::-1]))
+        blocks = [block for message in last[::-1] for block in message.content]
+        for block in blocks:
+            if not isinstance(block, TextBlock):
+                raise RequestError(
+                    f"messages ends with a message of the assistant that has a block of type "
+                    f"{block.type}; only text can be continued",
+                    param="messages",
+                )
+        text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+        if text[-1:].isspace():
             raise RequestError(
                 "messages ends with a message of the assistant whose text ends with white space; "
                 "remove it, because the answer continues the text",
@@ -187,22 +147,70 @@ class CountRequest(Body):
             )
         return self
 
+    @model_validator(mode="after")
+    def _some_tool_can_be_chosen(self) -> Self:
+        if self.tool_choice is not None:
+            check_choice(self.tool_choice, self.tools or ())
+        return self
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        newer = None if self.output_config is None else self.output_config.format
+        if newer is not None and self.output_format is not None:
+            raise RequestError(
+                "output_format and output_config.format each constrain the answer; give one of "
+                "them",
+                param="output_format",
+            )
+        return self
+
+    @property
+    def asked_thinking(self) -> Thinking:
+        """The thought that the request asks for."""
+        effort = None if self.output_config is None else self.output_config.effort
+        if self.thinking is None:
+            return Thinking(None, effort, "output_config.effort")
+        if self.thinking.type == "disabled":
+            return Thinking(False, None, "thinking")
+        return Thinking(True, effort, "thinking")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The constraint on the answer, if there is one."""
+        form, param = self.output_format, "output_format.schema"
+        if self.output_config is not None and self.output_config.format is not None:
+            form, param = self.output_config.format, "output_config.format.schema"
+        return None if form is None else Grammar("json_schema", json.dumps(form.schema_), param)
+
 
 class MessagesRequest(CountRequest):
     """POST /v1/messages. Anthropic does not have `seed`, `min_p` and `priority`."""
 
     max_tokens: int
-    metadata: Metadata | None = None
     min_p: float | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Priority | None = None
     seed: int | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
     stop_sequences: StopTexts | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    # Without effect.
+    diagnostics: Diagnostics | None = None
+    inference_geo: str | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    thread: Thread | None = None
+    # Unsupported; null is the same as absent.
+    container: None = None
+    fallback_credit_token: None = None
+    fallbacks: None = None
+
+    @property
+    def hides_thoughts(self) -> bool:
+        """True if thoughts are left out of the response."""
+        return self.thinking is not None and self.thinking.display == "omitted"
 
     def sampling_params(self) -> SamplingParams:
         """Return the sampling settings; RequestError if a value is out of range."""
-        return sampling_params(self, stop=self.stop_sequences)
+        return sampling_params(self, stop=self.stop_sequences, grammar=self.grammar)

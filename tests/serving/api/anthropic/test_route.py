@@ -21,6 +21,8 @@ WEATHER = {"name": "get_weather", "description": "Weather.", "input_schema": CIT
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PARTS = ("<think>", "</think>", CALL, "<tool_call>", '{"name": "f", ', "hello world", "é😀", "\n")
 ASKED = [{"role": "user", "content": "a"}]
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
@@ -75,6 +77,9 @@ def replayed(events: list[dict[str, Any]]) -> dict[str, Any]:
                 (text,) = part.values()
                 if kind == "input_json":
                     block.setdefault("written", []).append(text)
+                elif kind == "signature":
+                    assert block["signature"] == ""
+                    block["signature"] = text
                 else:
                     assert kind == block["type"]
                     block[kind] += text
@@ -116,6 +121,7 @@ def test_an_answer_of_every_kind(echo: Server) -> None:
     answer = post(echo, f"<think>hm</think>Let me see.\n{CALL}")
     thought, text, call = answer["content"]
     assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
+    assert thought["signature"]
     assert (text["type"], text["text"]) == ("text", "Let me see.")
     assert (call["type"], call["name"], call["input"]) == (
         "tool_use",
@@ -230,13 +236,41 @@ def test_the_client(echo: Server) -> None:
     ("status", "kind", "words", "path", "fields"),
     [
         (400, "invalid_request_error", "max_tokens is missing", "", {"max_tokens": ...}),
-        (400, "invalid_request_error", "thinking.type", "", {"thinking": {"type": "enabled"}}),
-        (400, "invalid_request_error", "tools[0].type", "",
-         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
-        (400, "invalid_request_error", "mcp_servers", "", {"mcp_servers": []}),
+        (400, "invalid_request_error", "thinking.budget_tokens is missing", "",
+         {"thinking": {"type": "enabled"}}),
+        (400, "invalid_request_error", "thinking.type is 'between_tools'", "",
+         {"thinking": {"type": "between_tools"}}),
+        (400, "invalid_request_error", "tools[0].type is 'computer_20250124'", "",
+         {"tools": [{"type": "computer_20250124", "name": "computer"}]}),
+        (400, "invalid_request_error", "a tool of type bash_20250124 is named 'bash'", "",
+         {"tools": [{"type": "bash_20250124", "name": "sh"}]}),
+        (400, "invalid_request_error", "without 'direct' in allowed_callers", "",
+         {"tools": [WEATHER | {"allowed_callers": ["code_execution_20260120"]}]}),
+        (400, "invalid_request_error", "tool_choice names 'web_search', a tool of type web_sea", "",
+         {"tools": [WEATHER, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}),
+        (400, "invalid_request_error", "asks for a call; tools has only web_search_20250305", "",
+         {"tools": [SEARCH], "tool_choice": {"type": "any"}}),
+        (400, "invalid_request_error", "mcp_servers", "", {"mcp_servers": [{"type": "url"}]}),
+        (400, "invalid_request_error", "context_management.edits[0].type is 'clear_all'", "",
+         {"context_management": {"edits": [{"type": "clear_all"}]}}),
+        (400, "invalid_request_error", "messages[0].content[0].type is 'image'", "",
+         {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        (400, "invalid_request_error", "messages[0].content[0].type is missing", "",
+         {"messages": [{"role": "user", "content": [{"text": "a"}]}]}),
+        (400, "invalid_request_error", "messages[0].content[0].source.type is 'base64'", "",
+         {"messages": [{"role": "user", "content": [
+             {"type": "document", "source": {"type": "base64"}}]}]}),
+        (400, "invalid_request_error", "citations.enabled is True", "",
+         {"messages": [{"role": "user", "content": [
+             {"type": "search_result", "source": "s", "title": "t", "content": [],
+              "citations": {"enabled": True}}]}]}),
+        (400, "invalid_request_error", "output_format and output_config.format each", "",
+         {"output_config": {"format": FORMAT}, "output_format": FORMAT}),
+        (404, "not_found_error", "this server stores no conversations", "",
+         {"thread": {"type": "continue", "previous_message_id": "msg_a"}}),
         (400, "invalid_request_error", "tool_choice.name", "", {"tool_choice": {"type": "tool"}}),
-        (400, "invalid_request_error", "messages[0].role", "", {"messages": [{"role": "system"}]}),
-        (400, "invalid_request_error", "tool_use without input", "",
+        (400, "invalid_request_error", "messages[0].role", "", {"messages": [{"role": "tool"}]}),
+        (400, "invalid_request_error", "messages[0].content[0].input is None", "",
          {"messages": [{"role": "assistant", "content": [USE | {"input": None}]}]}),
         (400, "invalid_request_error", "stop_sequences[0]", "", {"stop_sequences": [""]}),
         (400, "invalid_request_error", "ends with white space", "",
@@ -244,7 +278,7 @@ def test_the_client(echo: Server) -> None:
         (400, "invalid_request_error", "type tool_use; only text can be continued", "",
          {"messages": [*ASKED, {"role": "assistant", "content": [USE]}]}),
         (404, "not_found_error", "claude", "", {"model": "claude"}),
-        (404, "not_found_error", "/v1/messages/batches", "/batches", {}),
+        (404, "not_found_error", "/v1/messages/other", "/other", {}),
     ],
 )  # fmt: skip
 def test_errors_have_anthropics_shape(
@@ -256,6 +290,8 @@ def test_errors_have_anthropics_shape(
     answer = response.json()
     assert (answer["type"], answer["error"]["type"]) == ("error", kind)
     assert words in answer["error"]["message"]
+    assert answer["request_id"] == response.headers["request-id"]
+    assert answer["request_id"] == response.headers["x-request-id"]
 
 
 def test_another_content_type(echo: Server) -> None:
