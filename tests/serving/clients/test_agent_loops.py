@@ -11,6 +11,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from anthropic import beta_tool
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -174,6 +175,36 @@ def test_messages_of_anthropic(claude: anthropic.Anthropic, question: str, strea
     thought, text = answer.content
     assert thought.thinking == THOUGHT
     assert text.text == (ANSWER if question == QUESTION else BOTH)
+
+
+@beta_tool(name="multiply")
+def multiply_(a: int, b: int) -> str:
+    """Multiply two numbers."""
+    return str(a * b)
+
+
+@beta_tool(name="add")
+def add_(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@pytest.mark.parametrize("question", [QUESTION, PARALLEL])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_tool_runner_of_anthropic(
+    claude: anthropic.Anthropic, question: str, streaming: bool
+) -> None:
+    runner: Any = claude.beta.messages.tool_runner(
+        model="scripted",
+        max_tokens=500,
+        messages=[{"role": "user", "content": question}],
+        tools=[multiply_, add_],
+        max_iterations=MAX_TURNS,
+        stream=streaming,
+    )
+    answer = runner.until_done()
+    assert answer.stop_reason == "end_turn"
+    assert answer.content[-1].text == (ANSWER if question == QUESTION else BOTH)
 
 
 @tool
