@@ -15,6 +15,10 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
   $(TORCH_INDEX:%=--extra-index-url %)
 
+# Environments of clients that are tested against a server.
+CLIENTS := build/clients
+NPM     := npm install --silent --no-package-lock --no-audit --no-fund
+
 # Processes that test: one more than there are cores, for many tests wait. Tests of a file share what
 # it sets up.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
@@ -33,7 +37,7 @@ help: ## list the targets
 serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL=, HOST=, PORT=, TORCH_INDEX=)
 	$(BIN)/weft serve $(MODEL) $(HOST:%=--host %) $(PORT:%=--port %)
 
-test: $(VENV)/.dev ## run the tests
+test: $(VENV)/.dev $(if $(shell command -v npm),$(CLIENTS)/node/.installed) ## run the tests
 	$(PYTEST) -m "not slow"
 
 # Files that start no server and interpret no kernel.
@@ -52,16 +56,32 @@ test-fast: $(VENV)/.dev ## run the tests that need no server and no interpreter
 test-slow: $(VENV)/.dev ## run the long sweeps
 	$(PYTEST) -m slow --timeout 3600
 
-# What they depend on does not suit what the tests depend on: they have an environment of their own.
-CLIENTS := build/clients
+# Programs with dependencies that do not suit weft's tests: each has its own environment.
+test-clients: $(VENV)/.dev $(patsubst %,$(CLIENTS)/%/.installed,python aider agents) ## run litellm, lm-eval and coding agents against a server
+	$(BIN)/python -m pytest tests/serving/clients/test_apart.py tests/serving/clients/test_coding_agents.py
 
-test-clients: $(VENV)/.dev $(CLIENTS)/.installed ## run litellm and lm-eval against a server
-	$(BIN)/python -m pytest tests/serving/clients/test_apart.py
-
-$(CLIENTS)/.installed:
+$(CLIENTS)/python/.installed:
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet litellm==1.106.2 mcp 'lm-eval[api]==0.4.13'
+	$(@D)/bin/python -m pip install --quiet litellm==1.106.2 mcp 'lm-eval[api]==0.4.13' \
+	  langchain==1.5.0 langchain-openai==1.7.3
 	@touch $@
+
+$(CLIENTS)/aider/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet aider-chat==0.86.2
+	@touch $@
+
+$(CLIENTS)/agents/.installed:
+	mkdir -p $(@D)
+	$(NPM) --prefix $(@D) @openai/codex@0.169.0 opencode-ai@1.18.33
+	@touch $@
+
+# Tests that need these packages are skipped if npm cannot install them.
+$(CLIENTS)/node/.installed: tests/serving/clients/node/package.json
+	@mkdir -p $(@D)
+	@cp $< $(@D)
+	@$(NPM) --prefix $(@D) --fetch-retries 1 && touch $@ || \
+	  echo "npm cannot install the clients for JavaScript: their tests are skipped" >&2
 
 # The oldest releases that pyproject.toml admits; the tools that test are the newest that go with
 # them. CUDA's libraries, some gigabytes, come along: the oldest torch does not import without them.

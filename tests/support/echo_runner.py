@@ -1,11 +1,13 @@
-"""A model that says what the last message says, so that a test writes its answers.
+"""A model whose answers a test writes: it says what stands between two marks of the prompt.
 
-It is the mock runner with another next token. Its chat template shows the last message alone,
-and mentions the marks that the model is to be taken to write.
+It is the mock runner with another next token. The chat template writes the marks. `write_echo`
+puts the last message between them, and `write_script` a line of a script.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +21,26 @@ from weft.serving.engine.tokenizer import Tokenizer
 from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress
 
 LOADER = "support.echo_runner:load"
+NUM_BLOCKS = 16_384
 START, END = "<|im_start|>", "<|im_end|>"
+THOUGHT = "Let me think."
+
+# The answer, then the whole conversation. The model writes Qwen's marks and thinks by default.
+_SCRIPT = """{# <tool_call> #}
+{%- set thinks = enable_thinking is not defined or enable_thinking -%}
+{%- set chosen = namespace(text=none) -%}
+{%- for cue, text in script if cue in messages[-1].content | string -%}
+  {%- if loop.first %}{% set chosen.text = text %}{% endif -%}
+{%- endfor -%}
+{{ start }}{{ thought ~ '</think>' if thinks }}{{ chosen.text or 'No cue fits.' }}{{ end }}
+{{- tools | tojson if tools }}{{ messages | tojson -}}
+{{ '<think>' if thinks else '<think></think>' }}"""
 
 
 def write_echo(path: Path, *, marks: str = "", opening: str = "") -> Path:
-    """Its checkpoint, which is a tokenizer; tokens of its own are the marks of reasoning.
+    """Write the checkpoint of a model that says what the last message says.
+
+    It is a tokenizer. Marks of reasoning are single tokens.
 
     Args:
         path: of the directory.
@@ -38,6 +55,19 @@ def write_echo(path: Path, *, marks: str = "", opening: str = "") -> Path:
     return write_byte_level(path, special, chat_template=template)
 
 
+def write_script(path: Path, script: Sequence[tuple[str, str]]) -> Path:
+    """Write the checkpoint of a model that answers from a script, after a thought.
+
+    Args:
+        path: of the directory.
+        script: pairs of a cue and an answer. The first cue in the last message counts.
+    """
+    values = {"script": script, "start": START, "end": END, "thought": THOUGHT}
+    head = (f"{{% set {name} = {json.dumps(value)} %}}" for name, value in values.items())
+    template = "".join(head) + _SCRIPT
+    return write_byte_level(path, ["<think>", "</think>"], chat_template=template)
+
+
 @dataclass
 class EchoRunner(MockRunner):
     """See the module's text."""
@@ -47,8 +77,8 @@ class EchoRunner(MockRunner):
 
     def next_token(self, tokens: np.ndarray, seed: int, index: int) -> int:
         """The index-th token between the prompt's marks, then the one that ends the turn."""
-        prompt = tokens[: len(tokens) - index].tolist()
-        said = prompt[prompt.index(self.start) + 1 : prompt.index(self.end)]
+        start, end = (int((tokens == mark).argmax()) for mark in (self.start, self.end))
+        said = tokens[start + 1 : end]
         return int(said[index]) if index < len(said) else self.end
 
     def status(self, tokens: np.ndarray) -> int:
@@ -62,9 +92,9 @@ def load(config: EngineConfig, progress: Progress) -> LoadedModel:
     tokenizer = Tokenizer.load(config.model)
     start, end = (tokenizer.backend.token_to_id(mark) for mark in (START, END))
     runner = EchoRunner(config.block_size, start=start, end=end)
-    runner.allocate_kv_cache(4096)
+    runner.allocate_kv_cache(NUM_BLOCKS)
     info = ModelInfo(
-        num_blocks=4096,
+        num_blocks=NUM_BLOCKS,
         vocab_size=tokenizer.vocab_size,
         max_model_len=config.max_model_len or 4096,
         dtype="int64",

@@ -1,4 +1,4 @@
-"""litellm and lm-eval, which need an environment of their own: `make test-clients` makes it."""
+"""litellm, LangChain's agents and lm-eval, in the environment that `make test-clients` makes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.echo_runner import THOUGHT
 from support.server import Server
+from support.tool_loop import ANSWER, BOTH, FUNCTIONS, PARALLEL, QUESTION
 
-BIN = Path(__file__).parents[3] / "build" / "clients" / "bin"
+BIN = Path(__file__).parents[3] / "build" / "clients" / "python" / "bin"
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not BIN.exists(), reason="`make test-clients` installs litellm and lm-eval"),
+    pytest.mark.skipif(not BIN.exists(), reason="`make test-clients` installs these clients"),
 ]
 
 SUMS = [(12, 30), (5, 9), (41, 17), (20, 22)]
@@ -76,6 +78,64 @@ print(json.dumps({
     "vectors": [len(each["embedding"]) for each in vectors.data],
     "refused": refused,
 }))
+"""
+
+# Loops of agents; the arguments are the address, the key, the question and the functions.
+LITELLM_LOOP = """
+import json, sys
+import litellm
+
+base, key, question, functions = sys.argv[1:]
+answers = {}
+for stream in (False, True):
+    messages = [{"role": "user", "content": question}]
+    for _ in range(5):
+        got = litellm.completion(
+            model="hosted_vllm/scripted", api_base=base, api_key=key, messages=messages,
+            tools=[{"type": "function", "function": each} for each in json.loads(functions)],
+            reasoning_effort="low", stream=stream,
+        )
+        if stream:
+            got = litellm.stream_chunk_builder(list(got), messages=messages)
+        message = got.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or ():
+            given = json.loads(call.function.arguments)
+            a, b = given["a"], given["b"]
+            result = {"multiply": a * b, "add": a + b}[call.function.name]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+        if not message.tool_calls:
+            break
+    answers[f"litellm {stream}"] = [message.reasoning_content, message.content]
+print(json.dumps(answers))
+"""
+
+LANGCHAIN_LOOP = """
+import json, sys
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+
+base, key, question, _ = sys.argv[1:]
+
+def multiply(a: int, b: int) -> int:
+    "Multiply two numbers."
+    return a * b
+
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+answers = {}
+for responses in (False, True):
+    for streaming in (False, True):
+        model = ChatOpenAI(
+            model="scripted", base_url=base, api_key=key, max_retries=0,
+            use_responses_api=responses, streaming=streaming,
+        )
+        agent = create_agent(model, [multiply, add], system_prompt="You compute.")
+        said = agent.invoke({"messages": [("user", question)]}, {"recursion_limit": 12})
+        answers[f"langchain {responses} {streaming}"] = said["messages"][-1].text
+print(json.dumps(answers))
 """
 
 
@@ -145,3 +205,16 @@ def test_litellm(demo: Server, key: str) -> None:
     one, two = told["vectors"]
     assert one == two
     assert "temperature" in told["refused"]
+
+
+@pytest.mark.parametrize(("question", "answer"), [(QUESTION, ANSWER), (PARALLEL, BOTH)])
+@pytest.mark.parametrize(
+    ("script", "count"), [(LITELLM_LOOP, 2), (LANGCHAIN_LOOP, 4)], ids=["litellm", "langchain"]
+)
+def test_agent_loops(
+    scripted: Server, key: str, script: str, count: int, question: str, answer: str
+) -> None:
+    arguments = (f"{scripted.url}/v1", key, question, json.dumps(FUNCTIONS))
+    told = json.loads(run(BIN / "python", "-c", script, *arguments).splitlines()[-1])
+    expected = [THOUGHT, answer] if script == LITELLM_LOOP else answer
+    assert list(told.values()) == [expected] * count, told
