@@ -40,6 +40,9 @@ _STRUCTS = (
     responses_events.ResponseObject,
     anthropic_events.MessageOut,
     anthropic_events.TokenCount,
+    anthropic_events.MessageBatch,
+    anthropic_events.MessageBatchList,
+    anthropic_events.MessageBatchDeleted,
     anthropic_events.AnthropicError,
 )
 
