@@ -90,12 +90,19 @@ class Conversation:
 
         Args:
             tokenizer: has the template.
-            most: a message with far more tokens is refused, before it is rendered.
+            most: a message with far more tokens is refused before it is rendered, and so are far
+                more messages.
 
         Raises:
             RequestError: there is no chat template, it refuses the conversation or its arguments,
                 the thought cannot be switched off, or a message is far too long.
         """
+        if len(self.messages) > 2 * most:
+            raise RequestError(
+                f"the conversation has {len(self.messages):,} messages; with at least one token "
+                f"each, they are more than the maximum of {most:,} tokens",
+                code="context_length_exceeded",
+            )
         for message in self.messages:
             for part in message.content or ():
                 tokenizer.check_length(part.text, most)

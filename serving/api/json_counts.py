@@ -1,7 +1,10 @@
 """Counts what a JSON text contains, before anything is built from it.
 
 Reading a body takes about as long, and as much memory, as it has values. A body of a few megabytes
-may have millions of them. The count needs neither much time nor memory.
+may have millions of them. The count needs neither much time nor memory. Escapes in texts and long
+numbers also take much time, for their length.
+
+The limits keep the reader below about 50 ms: no other thread runs meanwhile.
 """
 
 from __future__ import annotations
@@ -20,23 +23,28 @@ class Counts(NamedTuple):
         containers: objects and lists.
         texts: strings, with the names of fields.
         values: all values; names of fields do not count.
+        escapes: such as \\n and \\u00e9 in texts.
     """
 
     containers: int = 0
     texts: int = 0
     values: int = 0
+    escapes: int = 0
 
 
-LIMITS = Counts(containers=1 << 15, texts=1 << 17, values=1 << 21)
-"""Maximum numbers in a body. A prompt of two million token ids is within the limits."""
-_NAMES = Counts("objects and lists", "texts", "values")  # type: ignore[arg-type]
+LIMITS = Counts(containers=1 << 15, texts=1 << 17, values=5 << 18, escapes=1 << 21)
+"""Maximum numbers in a body. A prompt of 1.3 million token ids is within the limits."""
+_NAMES = Counts("objects and lists", "texts", "values", "escapes")  # type: ignore[arg-type]
+MAX_DIGITS = 400
+"""Maximum digits in a number: reading takes the square of their number. No double has more."""
+_DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in range(256))
 
 
 def count(data: bytes) -> Counts:
     """Count the values in a JSON text. Of an invalid text, it counts what is before the fault.
 
     Raises:
-        RequestError: the text has more than `LIMITS` allows.
+        RequestError: the text has more than `LIMITS` allows, or a number is too long.
     """
     found = Counts(values=1)
     inside = start = 0  # inside is 1 in a string
@@ -46,8 +54,12 @@ def count(data: bytes) -> Counts:
         if backslashes % 2 and start + len(chunk) < len(data):
             chunk = chunk[:-1]  # the next chunk begins with the whole escape
         start += len(chunk)
+        escapes = 0
         if b"\\" in chunk:
-            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+            size = len(chunk)
+            chunk = chunk.replace(b"\\\\", b"")
+            escapes = (size - len(chunk)) // 2 + chunk.count(b"\\")
+            chunk = chunk.replace(b'\\"', b"")
         parts = chunk.split(b'"')
         outside = b"".join(parts[inside::2])
         quotes = len(parts) - 1
@@ -56,7 +68,12 @@ def count(data: bytes) -> Counts:
             found.containers + opened,
             found.texts + (quotes + 1 - inside) // 2,  # strings that begin here
             found.values + opened + outside.count(b","),
+            found.escapes + escapes,
         )
+        if b"0" * MAX_DIGITS in outside.translate(_DIGITS):
+            raise RequestError(
+                f"the body has a number with {MAX_DIGITS} or more digits", code="body_too_complex"
+            )
         inside ^= quotes & 1
         for number, most, name in zip(found, LIMITS, _NAMES, strict=True):
             if number > most:

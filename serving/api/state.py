@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,11 @@ class ServerState:
         if not heavy.get():
             return await asyncio.to_thread(work, *arguments)
         async with self._turns:
-            return await asyncio.to_thread(work, *arguments)
+            gc.disable()  # a collection walks over all objects of the body, and all threads wait
+            try:
+                return await asyncio.to_thread(work, *arguments)
+            finally:
+                gc.enable()
 
     async def answer_row(
         self, path: str, body: bytes, admitted: Callable[[], Awaitable[None]]

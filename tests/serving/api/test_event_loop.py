@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -165,13 +166,28 @@ async def test_heavy_requests_take_turns_and_others_pass_them() -> None:
     assert most == 1
 
 
-async def test_a_message_that_is_far_too_long_is_not_rendered(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+async def test_no_garbage_is_collected_in_a_heavy_turn() -> None:
+    """A collection would stop all threads, for as long as the body has objects."""
+    state = ServerState("echo")
+    assert gc.isenabled()
+    assert await state.aside(gc.isenabled)
+    heavy.set(True)
+    assert not await state.aside(gc.isenabled)
+    with pytest.raises(ZeroDivisionError):
+        await state.aside(lambda: 1 / 0)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("many", [False, True])
+async def test_a_conversation_that_is_far_too_long_is_not_rendered(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, many: bool
 ) -> None:
     watch = Watch()
     templates = type(engine.tokenizer.chat_templates)
     monkeypatch.setattr(templates, "render", watch.over(templates, "render"))
-    body = {"model": "echo", "messages": [{"role": "user", "content": "hi " * 100_000}]}
+    message = {"role": "user", "content": "hi " * 100_000}
+    messages = [message | {"content": ""}] * (2 * engine.info.max_model_len + 1)
+    body = {"model": "echo", "messages": messages if many else [message]}
     status, answer = await LocalApi(build_app(ServerState("echo", engine=engine))).post(
         "/v1/chat/completions", json.dumps(body).encode()
     )

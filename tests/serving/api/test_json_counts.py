@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -45,7 +46,8 @@ def test_a_count_is_that_of_a_reader(value: Any, ascii: bool, chunk: int) -> Non
         patch.setattr(json_counts, "_CHUNK", chunk)
         found = count(data)
     wanted, empty = counted(value)
-    assert found == wanted._replace(values=wanted.values + empty)
+    escapes = len(re.findall(rb"\\.", data))
+    assert found == wanted._replace(values=wanted.values + empty, escapes=escapes)
 
 
 def test_a_fault_hides_nothing_before_it() -> None:
@@ -64,7 +66,9 @@ def many(element: str, number: int) -> bytes:
         (many("[]", LIMITS.containers), "more than 32,768 objects and lists"),
         (many('{"a":0}', LIMITS.containers), "more than 32,768 objects and lists"),
         (many('""', LIMITS.texts), "more than 131,072 texts"),
-        (many("0", LIMITS.values), "more than 2,097,152 values"),
+        (many("0", LIMITS.values), "more than 1,310,720 values"),
+        (many('"' + r"\n\\" * LIMITS.escapes + '"', 1), "more than 2,097,152 escapes"),
+        (many("9" * 1000, 100), "a number with 400 or more digits"),
     ],
 )
 def test_too_many_values_are_refused_before_they_are_read(
@@ -89,6 +93,10 @@ def test_as_many_as_the_limit_are_read(echo: Server) -> None:
 
 def test_small_bodies_are_not_counted() -> None:
     """They cannot have too many values."""
-    least = (2, 3, 2)  # bytes of `[]` and of `"",` and of `0,`
+    least = (2, 3, 2, 2)  # bytes of `[]` and of `"",` and of `0,` and of `\\n`
     for most, size in zip(LIMITS, least, strict=True):
         assert most * size >= body_room.LARGE
+
+
+def test_long_texts_of_digits_are_no_numbers() -> None:
+    assert count(json.dumps(["1" * 100_000, 10**300, 1e300]).encode()).values == 4
