@@ -2,8 +2,8 @@
 
 Only the files that weft reads are fetched. config.json comes first, so that a model that weft
 cannot load is refused before its weights come. An interrupted download continues where it ended,
-and of two processes one downloads while the other waits. Weights from the hub are compared with
-their SHA-256.
+and of two processes one downloads while the other waits. Files from the hub are compared with
+their hash.
 
 huggingface_hub does the transfer from the hub, with its own variables: HF_HOME, HF_TOKEN,
 HF_ENDPOINT, HF_HUB_OFFLINE. fsspec does it for s3:// and gs://.
@@ -11,7 +11,6 @@ HF_ENDPOINT, HF_HUB_OFFLINE. fsspec does it for s3:// and gs://.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib
 import logging
@@ -38,6 +37,7 @@ from weft.models.checkpoint.locate import (
     read_json,
     read_spec,
 )
+from weft.models.memory.ledger import human_bytes
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -88,21 +88,17 @@ def download(source: HubModel | Bucket, progress: Progress, *, weights: bool = T
     snapshot = source.snapshot
     if snapshot is not None and (is_complete(snapshot) or not weights):
         return source.commit
-    try:
-        return _from_hub(source, progress, weights)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise ModelError(f"{source}: no space left in {source.cache}") from error
-        raise
+    return _from_hub(source, progress, weights)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to fetch; `sha256` is None where the source has none."""
+    """A file to fetch. The hub has the SHA-256 of large files, and git's hash of the others."""
 
     name: str
     size: int
     sha256: str | None = None
+    git_hash: str | None = None
 
 
 class _Counter:
@@ -133,7 +129,10 @@ def _from_hub(source: HubModel, progress: Progress, weights: bool) -> str:
         pinned = HubModel(source.id, str(info.sha))
         files = {
             each.rfilename: _File(
-                each.rfilename, each.size or 0, each.lfs.sha256 if each.lfs else None
+                each.rfilename,
+                each.size or 0,
+                each.lfs.sha256 if each.lfs else None,
+                each.blob_id,
             )
             for each in info.siblings or ()
         }
@@ -141,14 +140,15 @@ def _from_hub(source: HubModel, progress: Progress, weights: bool) -> str:
         blobs = source.cache / "blobs"
         _check_space(source, source.cache, needed, (blobs / f"{file.sha256}" for file in needed))
         counter = _Counter(sum(file.size for file in needed), progress)
-        with ThreadPoolExecutor(WORKERS) as pool:
-            tasks = [pool.submit(_fetch, pinned, file, counter) for file in needed]
-            try:
-                for task in tasks:
+        pool = ThreadPoolExecutor(WORKERS)
+        try:
+            # The small files come first: `is_complete` only looks for the weights.
+            for small in (True, False):
+                files_now = [file for file in needed if _is_small(file.name) is small]
+                for task in [pool.submit(_fetch, pinned, file, counter) for file in files_now]:
                     task.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        finally:  # after an error, other files may still be on their way
+            pool.shutdown(wait=False, cancel_futures=True)
     if source.revision != pinned.revision:
         reference = source.cache / "refs" / source.revision
         reference.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ def _is_small(name: str) -> bool:
 
 
 def _fetch(source: HubModel, file: _File, counter: _Counter | None) -> Path:
-    """Fetch one file of a commit, and compare it with its SHA-256; raises ModelError."""
+    """Fetch one file of a commit, and compare it with its size and hash; raises ModelError."""
     from huggingface_hub import hf_hub_download
     from tqdm.auto import tqdm
 
@@ -220,22 +220,53 @@ def _fetch(source: HubModel, file: _File, counter: _Counter | None) -> Path:
             count(int(n or 0))
             return None
 
-    path = hf_hub_download(source.id, file.name, revision=source.revision, tqdm_class=Bar)
+        # Xet storage also reports the bytes on the wire, which may be fewer. They do not count.
+        def update_transfer(self, n: float | None = 1) -> None:
+            pass
+
+        def set_transfer_postfix_str(self, *_: Any, **__: Any) -> None:
+            pass
+
+    try:
+        path = hf_hub_download(source.id, file.name, revision=source.revision, tqdm_class=Bar)
+    except Exception as error:
+        # Most errors of Xet storage have no class of their own.
+        if not isinstance(error, RuntimeError) and type(error).__module__ != "hf_xet":
+            raise
+        raise ModelError(
+            f"{source.id}: {file.name} does not come from Xet storage ({_first_line(error)}); try "
+            "again, or set HF_HUB_DISABLE_XET=1 to fetch it over plain HTTP"
+        ) from error
     count(file.size - counted)  # what was here before, or has come by another way
     blob = Path(path)
-    if file.sha256 is not None and (found := _sha256(blob)) != file.sha256:
+    if damage := _damage(blob, file):
         blob.resolve().unlink(missing_ok=True)
         blob.unlink(missing_ok=True)
         raise ModelError(
-            f"{source.id}: {file.name} is damaged: its SHA-256 is {found[:12]}..., the hub's "
-            f"{file.sha256[:12]}...; it has been deleted, so run the command again"
+            f"{source.id}: {file.name} is damaged: {damage}; it has been deleted, so run the "
+            "command again"
         )
     return blob
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
+def _damage(blob: Path, file: _File) -> str | None:
+    """Say how a file differs from the hub's; None if it does not."""
+    if (size := blob.stat().st_size) != file.size:
+        return f"it has {size:,} bytes, the hub's {file.size:,}"
+    with blob.open("rb") as data:
+        if file.sha256 is not None:
+            name, expected = "SHA-256", file.sha256
+            found = hashlib.file_digest(data, "sha256").hexdigest()
+        elif file.git_hash is not None:
+            name, expected = "git hash", file.git_hash
+            found = hashlib.sha1(b"blob %d\0" % size + data.read()).hexdigest()
+        else:
+            return None
+    return (
+        None
+        if found == expected
+        else f"its {name} is {found[:12]}..., the hub's {expected[:12]}..."
+    )
 
 
 def _check_space(
@@ -248,7 +279,7 @@ def _check_space(
     needed -= sum(path.stat().st_size for path in here if path.is_file())
     if needed > free:
         raise ModelError(
-            f"{source} needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are "
+            f"{source} needs {human_bytes(needed)} in {folder}, where {human_bytes(free)} are "
             "free: set HF_HOME (for s3:// and gs://: XDG_CACHE_HOME) to a folder on a larger disk"
         )
 
@@ -290,6 +321,13 @@ class _hub_errors:  # noqa: N801  # used as a function
             text = f"it is not in the cache, and HF_HUB_OFFLINE is set; {elsewhere}"
         elif _caused_by(error, _network_errors()):
             text = f"{hub} cannot be reached ({_first_line(error)}); {elsewhere}"
+        elif isinstance(error, OSError) and error.errno is not None:
+            text = (
+                f"cannot write to {model.cache}: {error.strerror}; HF_HOME names another folder "
+                "for the cache"
+            )
+        elif isinstance(error, OSError):  # a file of the wrong size
+            text = f"{_first_line(error)}; run the command again"
         else:
             return
         raise ModelError(f"{model}: {text}") from error

@@ -19,6 +19,11 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+from hf_xet import XetSession
+
+FAR = 4_000_000_000
+"""Seconds since 1970 at which tokens of Xet storage expire."""
+
 
 @dataclass
 class Repository:
@@ -28,13 +33,33 @@ class Repository:
         files: name -> content.
         commit: its only commit.
         token: a token that is needed to see it; None for a public one.
-        gated: its files need consent.
+        gated: the status for its files, which need consent; 0 for none.
+        forbidden: no token may see it.
+        xet: file -> its name in Xet storage; such files do not come over HTTP.
+        cas: address of the Xet storage.
     """
 
     files: dict[str, bytes]
     commit: str
     token: str | None = None
-    gated: bool = False
+    gated: int = 0
+    forbidden: bool = False
+    xet: dict[str, str] = field(default_factory=dict)
+    cas: str = ""
+
+    def move_to_xet(self, store: Path) -> None:
+        """Put the weights into Xet storage in a folder, as the public hub does."""
+        self.cas = f"local://{store}"
+        store.mkdir()
+        with XetSession().new_upload_commit(
+            endpoint=self.cas, token="write", token_expiry_unix_secs=FAR
+        ) as commit:
+            uploads = {
+                name: commit.start_upload_bytes(content)
+                for name, content in self.files.items()
+                if name.endswith(".safetensors")
+            }
+        self.xet = {name: upload.result().xet_info.hash for name, upload in uploads.items()}
 
 
 @dataclass
@@ -48,6 +73,7 @@ class Hub:
         sent: bytes of content that were sent, by file.
         cuts: file -> how many answers end in the middle, with the connection.
         wrong: files that arrive with one byte changed.
+        short: files that arrive without their last byte.
         held: files whose answers stop after half of their bytes, until `gate` is set.
         waiting: set when such an answer has stopped.
     """
@@ -57,6 +83,7 @@ class Hub:
     sent: Counter[str] = field(default_factory=Counter)
     cuts: Counter[str] = field(default_factory=Counter)
     wrong: set[str] = field(default_factory=set)
+    short: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
     waiting: threading.Event = field(default_factory=threading.Event)
@@ -96,9 +123,6 @@ class Hub:
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
-            "HF_HUB_CACHE": str(home / "hub"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_TOKEN_PATH": str(home / "token"),
         } | more
 
 
@@ -119,7 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.owner.requests[f"{self.command} {path}"] += 1
         parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if parts[:2] == ["api", "models"] and parts[4:5] == ["xet-read-token"]:
+            self._token("/".join(parts[2:4]))
+        elif parts[:2] == ["api", "models"]:
             self._model("/".join(parts[2:4]), parts[4:])
         elif len(parts) >= 5 and parts[2] == "resolve":
             self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
@@ -132,6 +158,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None or (repository.token and given != repository.token):
             # The public hub does not tell strangers whether a model exists.
             self._refuse(401 if not given else 404, "RepoNotFound")
+            return None
+        if repository.forbidden:
+            self._refuse(403, "")
             return None
         if revision not in ("main", "v1", repository.commit):
             self._refuse(404, "RevisionNotFound")
@@ -156,11 +185,19 @@ class _Handler(BaseHTTPRequestHandler):
         body = {"_id": name, "id": name, "sha": repository.commit, "siblings": siblings}
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
+    def _token(self, name: str) -> None:
+        headers = {
+            "X-Xet-Cas-Url": self.owner.models[name].cas,
+            "X-Xet-Access-Token": "read",
+            "X-Xet-Token-Expiration": str(FAR),
+        }
+        self._send(200, b"{}", headers)
+
     def _file(self, name: str, revision: str, file: str) -> None:
         if (repository := self._repository(name, revision)) is None:
             return
         if repository.gated:
-            self._refuse(401, "GatedRepo")
+            self._refuse(repository.gated, "GatedRepo")
             return
         if (content := repository.files.get(file)) is None:
             self._refuse(404, "EntryNotFound")
@@ -173,8 +210,13 @@ class _Handler(BaseHTTPRequestHandler):
             "Accept-Ranges": "bytes",
         }
         headers["X-Linked-Size"] = str(len(content))
+        if (xet := repository.xet.get(file)) is not None:
+            route = f"{self.owner.url}/api/models/{name}/xet-read-token/{revision}"
+            headers |= {"X-Xet-Hash": xet, "X-Xet-Refresh-Route": route}
         if file in self.owner.wrong:
             content = content[:-1] + bytes([content[-1] ^ 1])
+        if file in self.owner.short:
+            content = content[:-1]
         status, begin = 200, 0
         if (asked := self.headers.get("Range")) is not None:
             begin = int(asked.removeprefix("bytes=").partition("-")[0])

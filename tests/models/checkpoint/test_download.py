@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.bucket import Storage
 from support.checkpoints import make_checkpoint
+from support.disks import small_disk
 from support.hub import Hub
 
 CODE = """
@@ -123,6 +127,44 @@ def test_only_the_needed_files_come_and_only_once(
     assert hub.requests.total() == asked  # the network is not asked again
 
 
+def test_files_in_xet_storage_come_from_there(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    repository = hub.models[MODEL]
+    enlarge(hub, checkpoint)
+    repository.move_to_xet(tmp_path / "store")
+    place, _, seen = fetch(hub.environment(tmp_path / "home"))
+    for file in shards(checkpoint):
+        assert (Path(place) / file).read_bytes() == repository.files[file]
+        assert file not in hub.sent
+    assert hub.requests[f"GET /api/models/{MODEL}/xet-read-token/{repository.commit}"] > 0
+    done = [each for each, _ in seen]
+    assert done == sorted(done)
+    assert done[-1] == seen[-1][1] > LARGE
+    without = hub.environment(tmp_path / "other", HF_HUB_DISABLE_XET="1")
+    assert shards(Path(fetch(without)[0])) == shards(checkpoint)
+    assert hub.sent[shards(checkpoint)[0]] == LARGE
+
+
+def test_xet_storage_that_fails_is_one_line(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.models[MODEL].move_to_xet(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store")
+    message = error(hub.environment(tmp_path / "home"))
+    assert "safetensors does not come from Xet storage (" in message
+    assert message.endswith("or set HF_HUB_DISABLE_XET=1 to fetch it over plain HTTP")
+    place, _, _ = fetch(hub.environment(tmp_path / "home", HF_HUB_DISABLE_XET="1"))
+    assert shards(Path(place)) == shards(checkpoint)
+
+
+def test_weights_come_after_the_small_files(hub: Hub, tmp_path: Path) -> None:
+    environment = hub.environment(tmp_path)
+    hub.wrong = {"tokenizer.json"}
+    commit = hub.models[MODEL].commit
+    assert "tokenizer.json is damaged" in error(environment, MODEL, commit)
+    assert not any(name.endswith(".safetensors") for name in hub.sent)
+    hub.wrong = set()
+    place, _, _ = fetch(environment, MODEL, commit)
+    assert (Path(place) / "tokenizer.json").is_file()
+
+
 def test_config_without_weights(hub: Hub, tmp_path: Path) -> None:
     environment = hub.environment(tmp_path)
     place, _, _ = fetch(environment, weights=False)
@@ -205,11 +247,12 @@ def test_two_processes_download_once(hub: Hub, checkpoint: Path, tmp_path: Path)
 def test_a_wrong_hash_is_found_and_the_next_run_mends_it(
     hub: Hub, checkpoint: Path, tmp_path: Path
 ) -> None:
-    file = shards(checkpoint)[1]
-    hub.wrong.add(file)
-    environment = hub.environment(tmp_path)
-    message = error(environment)
-    assert f"{file} is damaged: its SHA-256 is " in message
+    for file, kind in (("tokenizer.json", "git hash"), (shards(checkpoint)[1], "SHA-256")):
+        environment = hub.environment(tmp_path / kind)
+        hub.wrong = {file}
+        message = error(environment)
+        assert f"{file} is damaged: its {kind} is " in message
+        assert message.endswith("; it has been deleted, so run the command again")
     assert hashlib.sha256((checkpoint / file).read_bytes()).hexdigest()[:12] in message
     hub.wrong.clear()
     place, _, _ = fetch(environment)
@@ -224,9 +267,72 @@ def test_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> None:
     assert "HF_TOKEN must hold a token" in error(environment)
     assert "HF_TOKEN must hold a token" in error(environment | {"HF_TOKEN": "hf_wrong"})
     assert fetch(environment | {"HF_TOKEN": "hf_right"})[1] == repository.commit
-    repository.gated, repository.token = True, None
+    repository.token = None
+    for status in (401, 403):
+        repository.gated = status
+        message = error(hub.environment(tmp_path / str(status), HF_TOKEN="hf_other"))
+        assert f"accept the terms at {hub.url}/owner/name, set HF_TOKEN" in message
+    repository.gated, repository.forbidden = 0, True
     message = error(hub.environment(tmp_path / "other"))
-    assert f"accept the terms at {hub.url}/owner/name" in message
+    assert f"{hub.url} refuses the token in HF_TOKEN (status 403)" in message
+
+
+def test_a_file_of_another_size_is_fetched_again_by_the_next_run(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    for file in ("tokenizer.json", shards(checkpoint)[0]):
+        environment = hub.environment(tmp_path / file)
+        hub.short = {file}
+        size = (checkpoint / file).stat().st_size
+        message = error(environment)
+        assert message.startswith("owner/name: ")
+        assert f"file should be of size {size} but has size {size - 1} " in message
+        assert message.endswith("; run the command again")
+        assert "HF_HUB_OFFLINE" in error(environment | {"HF_HUB_OFFLINE": "1"})
+    hub.short = set()
+    place, _, _ = fetch(environment)
+    for file in checkpoint.iterdir():
+        assert (Path(place) / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    with small_disk(2 * 2**20) as path:
+        yield path
+
+
+def test_a_download_that_does_not_fit_is_refused_at_once(
+    hub: Hub, checkpoint: Path, disk: Path
+) -> None:
+    enlarge(hub, checkpoint)
+    message = error(hub.environment(disk))
+    cache = disk / "hub" / "models--owner--name"
+    assert re.match(rf"owner/name needs 32\.\d MiB in {cache}, where \S+ \wiB are free: ", message)
+    assert "set HF_HOME" in message
+    assert not any(name.endswith(".safetensors") for name in hub.sent)
+
+
+def test_a_disk_that_fills_up_leaves_nothing_half_written(
+    hub: Hub, checkpoint: Path, disk: Path
+) -> None:
+    hub.held = {shards(checkpoint)[0]}
+    environment = hub.environment(disk)
+    process = start(environment)
+    assert hub.waiting.wait(600)
+    ballast = disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as out:
+        while out.write(bytes(4096)):
+            pass
+    hub.gate.set()
+    place, message, _ = result(process)
+    assert place == "error"
+    assert message is not None
+    assert f"cannot write to {disk}/hub/models--owner--name: No space left on device" in message
+    ballast.unlink()
+    assert "HF_HUB_OFFLINE" in error(environment | {"HF_HUB_OFFLINE": "1"})
+    place, _, _ = fetch(environment)
+    for file in shards(checkpoint):
+        assert (Path(place) / file).read_bytes() == (checkpoint / file).read_bytes()
 
 
 def test_without_a_network_it_says_how_to_fetch_it_elsewhere(hub: Hub, tmp_path: Path) -> None:

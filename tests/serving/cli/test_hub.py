@@ -68,7 +68,9 @@ def test_health_answers_during_the_download_and_a_signal_ends_it(
         Path(MODEL), tmp_path, until="healthy", environment=variables, port=free_port()
     ) as server:
         assert hub.waiting.wait(600)
-        assert server.http.get("/ready").status_code == 503
+        ready = server.http.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "downloading"})
+        assert server.http.get("/health").json()["engine"] == "downloading"
         children = server.processes()[1:]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(600) == 0
@@ -99,6 +101,17 @@ def test_a_model_that_is_not_there_ends_the_server_with_one_line(hub: Hub, tmp_p
     first, last = done.stderr.strip().splitlines()
     assert first.startswith("weft downloads owner/other, and will answer on ")
     assert last.startswith("weft: error: owner/other: there is no such directory, and http://")
+
+
+def test_an_error_does_not_wait_for_the_other_files(
+    hub: Hub, checkpoint: Path, tmp_path: Path
+) -> None:
+    first, second, *_ = sorted(file.name for file in checkpoint.glob("*.safetensors"))
+    hub.held, hub.wrong = {second}, {first}
+    done = weft(hub.environment(tmp_path), "generate", MODEL, "one two")
+    assert done.returncode == 1
+    assert f"weft: error: {MODEL}: {first} is damaged" in done.stderr
+    assert not hub.gate.is_set()
 
 
 def test_other_commands_take_the_id(hub: Hub, tmp_path: Path) -> None:
