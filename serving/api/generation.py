@@ -24,6 +24,7 @@ from weft.serving.api.openai.replies import CompletionUsage, FinishReason, Promp
 from weft.serving.api.openai.requests import Function, FunctionName
 from weft.serving.api.parsing.pieces import Answer, CallStart, Content, Piece, Reasoning
 from weft.serving.api.parsing.tool_grammar import (
+    ANY_OBJECT,
     InputGrammar,
     Offered,
     calls_only,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 MAX_ANSWERS = 1024
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 class Generation:
@@ -343,7 +343,7 @@ def _with_grammar(
         for tool in conversation.offered
     ]
     free = [
-        offered if tool.strict else replace(offered, schema=_ANY_OBJECT) for tool, offered in tools
+        offered if tool.strict else replace(offered, schema=ANY_OBJECT) for tool, offered in tools
     ]
     choice, several, tokens = (
         conversation.tool_choice,

@@ -18,6 +18,7 @@ from weft.serving.api.parsing.formats import (
     HARMONY_FINAL,
     HARMONY_NEXT,
     TOOL_FORMATS,
+    Parameters,
     ReasoningFormat,
     ToolFormat,
 )
@@ -33,6 +34,8 @@ from weft.serving.api.parsing.grammar_parts import (
 from weft.serving.api.parsing.schema_grammar import Arguments
 from weft.serving.engine.sampling_params import Grammar
 
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+"""The schema of arguments that are not constrained."""
 INPUT = "input"
 """The only argument of a tool that takes a text."""
 
@@ -170,7 +173,9 @@ class _Calls:
         form = self._form
         if form.syntax == "harmony":
             return self._among_messages(tools, several)
-        text: Format = {"type": "any_text", "excludes": [form.mark] if form.mark else []}
+        # xgrammar takes a token for text unless its own text is excluded.
+        mark = next((token for token in self._tokens if token in form.mark), form.mark)
+        text: Format = {"type": "any_text", "excludes": [mark] if mark else []}
         if form.at_start:  # either the whole answer is calls, or it must not begin like a call
             other = sequence(regex(rf"[^\{form.first[0]}<\s]"), text)
             return either(self.several(tools, several), optional(other))
@@ -212,7 +217,10 @@ class _Calls:
         found: Format = {"type": "json_schema", "json_schema": tool.schema, "of": place}
         if form.parameters is not None:
             written = form.parameters.open + form.parameters.middle + form.parameters.close
-            if special := next((mark for mark in self._tokens if mark in written), None):
+            special = next((mark for mark in self._tokens if mark in written), None)
+            if special is not None and tool.schema == ANY_OBJECT:
+                return self._any_parameters(form.parameters)
+            if special is not None:
                 raise RequestError(
                     f"{special!r} is a special token of this model, so its format for calls cannot "
                     "be enforced: remove strict, or use tool_choice auto",
@@ -221,6 +229,14 @@ class _Calls:
                 )
             found |= {"style": form.parameters.style, "excludes": [form.parameters.close]}
         return found
+
+    def _any_parameters(self, form: Parameters) -> Format:
+        """Return the format for any parameters, whose marks may be tokens."""
+        parts = [self._text(form.open), _until(form.middle, self._tokens)]
+        if form.typed:
+            parts.append(either(self._text(f"true{form.typed}"), self._text(f"false{form.typed}")))
+        parts += (_until(form.close, self._tokens), regex("\\n?"))
+        return star(sequence(*parts))
 
     def _input(self, grammar: InputGrammar, place: str) -> Format:
         """Return the format for arguments with one text, which a grammar constrains."""

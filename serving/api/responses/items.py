@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
@@ -137,7 +137,9 @@ class InputItem(Body):
     summary: Parts | None = None
     encrypted_content: str | None = None
     caller: Direct | None = None
-    async_: Literal[False] | None = Field(None, alias="async")
+    async_: Literal[False] | None = Field(
+        None, validation_alias=AliasChoices("async", "async_"), exclude=True
+    )
     # Notes of clients, without an effect.
     created_by: str | None = Field(None, exclude=True)
     internal_chat_message_metadata_passthrough: Any = Field(None, exclude=True)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 START = "start"
 _IGNORED = "ignored"
+# The end of Lark's own ESCAPED_STRING, and the same without a look-behind.
+_QUOTED, _QUOTED_AGAIN = r'.*?(?<!\\)(\\\\)*?"', r'([^"\\\n]|\\.)*"'
 
 
 def lark_as_ebnf(definition: str, writing: Writing) -> str:
@@ -36,6 +38,9 @@ def lark_as_ebnf(definition: str, writing: Writing) -> str:
         raise RequestError(f"it is not a Lark grammar: {_brief(error)}") from None
     names = {symbol: f"rule{i}" for i, symbol in enumerate(dict.fromkeys(r.origin for r in rules))}
     terms = {each.name: f"terminal{i}" for i, each in enumerate(terminals)}
+    used = {part.name for rule in rules for part in rule.expansion if part.is_term}
+    if missing := used - terms.keys():
+        raise RequestError(f"its terminal {min(missing)} is declared without a definition")
     skip = f" {_IGNORED}" if ignored else ""
     bodies: dict[str, list[str]] = {name: [] for name in names.values()}
     for rule in rules:
@@ -52,9 +57,8 @@ def lark_as_ebnf(definition: str, writing: Writing) -> str:
 
 
 def _terminal(terminal: TerminalDef, writing: Writing) -> str:
-    if terminal.pattern is None:
-        raise RequestError(f"its terminal {terminal.name} is declared without a definition")
-    return expression_as_ebnf(terminal.pattern.to_regexp(), writing)
+    pattern = terminal.pattern.to_regexp().replace(_QUOTED, _QUOTED_AGAIN)
+    return expression_as_ebnf(pattern, writing)
 
 
 def _brief(error: Exception) -> str:
