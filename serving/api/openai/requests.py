@@ -334,7 +334,8 @@ class Message(Body):
     """A turn in the conversation.
 
     An assistant's turn may have all fields of a response's message, so you can append the message
-    unchanged. Fields that this server never writes must be empty. `parsed` is from OpenAI's SDK.
+    unchanged. Fields that this server never writes must be empty. `parsed` is from OpenAI's SDK
+    and `provider_specific_fields` from litellm.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -354,6 +355,7 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     parsed: Any = Field(default=None, exclude=True)
+    provider_specific_fields: Any = Field(default=None, exclude=True)
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -128,8 +128,12 @@ class InputTokensRequest(Body):
 
 
 class ResponsesRequest(InputTokensRequest):
-    """POST /v1/responses. OpenAI does not have `seed`, `stop`, `top_k`, `min_p` and `priority`."""
+    """POST /v1/responses.
 
+    OpenAI does not have `ignore_eos`, `seed`, `stop`, `top_k`, `min_p` and `priority`.
+    """
+
+    ignore_eos: bool | None = None
     include: list[Included] | None = None
     max_output_tokens: int | None = None
     min_p: float | None = None

@@ -130,6 +130,7 @@ def test_codex(
         settings = {f"model_providers.weft.{name}": value for name, value in provider.items()}
         settings |= {"model": "scripted", "model_provider": "weft", "analytics.enabled": False}
         settings |= {"check_for_update_on_startup": False}
+        settings |= {"features.plugins": False, "features.remote_plugin": False}
         if "exec_command" not in patch:
             settings["model_catalog_json"] = str(catalog)
         flags = [f"--config={name}={json.dumps(value)}" for name, value in settings.items()]

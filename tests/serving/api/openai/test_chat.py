@@ -211,13 +211,14 @@ def test_a_conversation_with_calls(http: httpx.Client) -> None:
 
 
 def test_fields_that_clients_add_to_calls_are_not_shown(http: httpx.Client) -> None:
-    """Streamed calls have an index; OpenAI's SDK adds what it parsed."""
+    """Streamed calls have an index. OpenAI's SDK and litellm add what they parsed."""
+    added = {"parsed": None, "provider_specific_fields": {"reasoning": "Hm."}}
 
     def length(**more: Any) -> int:
         call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         parsed = {"function": call["function"] | more} if "parsed_arguments" in more else more
         message = {"role": "assistant", "content": "", "tool_calls": [call | parsed]}
-        return prompt_tokens(http, messages=[*MESSAGES, message | {"parsed": None}])
+        return prompt_tokens(http, messages=[*MESSAGES, message | added])
 
     assert length(index=0) == length(parsed_arguments={"a": 1}) == length()
 

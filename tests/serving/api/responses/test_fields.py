@@ -51,6 +51,7 @@ TAKEN: dict[str, list[Any]] = {
     "stop": ["zz", ["zz"]],
     "top_k": [5],
     "min_p": [0.1],
+    "ignore_eos": [False],
     "priority": [-1],
 }
 NOT_TAKEN: dict[str, Any] = {
@@ -126,3 +127,11 @@ def test_a_field_is_refused(echo: Server, field: str) -> None:
         error = response.json()["error"]
         assert error["param"] == field
         assert field in error["message"]
+
+
+def test_an_answer_can_go_on_after_its_end(echo: Server) -> None:
+    """Load generators such as GuideLLM ask for exact lengths."""
+    answer = post(echo, {"ignore_eos": True, "max_output_tokens": 9}).json()
+    assert answer["status"] == "incomplete"
+    assert answer["usage"]["output_tokens"] == 9
+    assert post(echo, {"max_output_tokens": 9}).json()["status"] == "completed"
