@@ -290,9 +290,8 @@ async def _complete_all(
     requests: list[CheckedRequest] = []
     for i, (prompt, each) in enumerate(zip(prompts, settings, strict=True)):
         with _with_number(i):
-            requests += [
-                engine.validate(prompt, answer) for answer in map(each.answer, range(each.n))
-            ]
+            request = engine.validate(prompt, each)
+            requests += map(request.answer, range(each.n))
     results: list[Completion | None] = [None] * len(requests)
 
     async def work(i: int) -> None:

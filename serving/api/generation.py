@@ -116,8 +116,7 @@ class Generation:
             params = settings()
             _check_count(len(prompts), params.n, engine)
             encode = partial(options.encode, engine, params=params, special=True)
-            check = partial(engine.validate, params=params, cache_salt=options.cache_salt)
-            return params, [check(encode(each)) for each in prompts]
+            return params, engine.validate_all(map(encode, prompts), params, options.cache_salt)
 
         params, requests = await state.aside(prepare)
         return cls(state, engine, requests, params, priority, _TextReader)

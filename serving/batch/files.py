@@ -243,6 +243,11 @@ def count_answers(body: dict[str, Any]) -> int:
     return prompts * (n if isinstance(n, int) and n > 0 else 1)
 
 
+_OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
+_OF_CHOICE = ("token_ids", "logprobs", *_OF_PROMPT)
+"""Fields of an answer that a row must ask for. Those of a chat's prompt are beside its choices."""
+
+
 def answer_line(row: Row, status: int, body: bytes) -> dict[str, Any]:
     """Make the output line for the API's response, whatever its status."""
     if not row.simple:
@@ -256,11 +261,13 @@ def answer_line(row: Row, status: int, body: bytes) -> dict[str, Any]:
     start = _simple_start(row)
     if status != 200:
         return start | {"error": content["error"]}
+    of_prompt = {name: content[name] for name in _OF_PROMPT if name in content}
     if len(content["choices"]) > 1:
-        return start | {"choices": content["choices"], "usage": content["usage"]}
+        return start | {"choices": content["choices"], **of_prompt, "usage": content["usage"]}
     (choice,) = content["choices"]
     message = choice.get("message", {})
     more = {name: message[name] for name in ("reasoning", "tool_calls") if message.get(name)}
+    more |= {name: choice[name] for name in _OF_CHOICE if choice.get(name) is not None} | of_prompt
     return start | {
         "text": choice["text"] if "text" in choice else message["content"],
         **more,

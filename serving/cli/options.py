@@ -30,6 +30,7 @@ Command = Callable[..., int]
 
 NO_TOPIC = "Options"
 SIMILAR = 0.8  # of two flags, from 0 to 1; a suggestion is at least as similar
+SIMILAR_WORDS = 0.6  # of each word in them
 TOPIC_OF = {name: topic for topic, names in TOPICS.items() for name in names}
 _ORDER = {name: place for place, name in enumerate(TOPIC_OF)}
 
@@ -44,9 +45,8 @@ class TopicOption(click.Option):
         self.topic = topic
         for alias in aliases:
             on, _, off = alias.partition("/")
-            self.opts.append(on)
-            if off:
-                self.secondary_opts.append(off)
+            self.opts.extend([on] if on else [])
+            self.secondary_opts.extend([off] if off else [])
         self._hidden = {name for alias in aliases for name in alias.split("/")}
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -68,15 +68,15 @@ class TopicCommand(click.Command):
         """Parse flags; an unknown one gets advice, or a suggestion that is very similar."""
         if any(isinstance(param, TopicOption) for param in self.params):
             args = [arg for arg in args if arg not in vllm_names.NO_OPS]
+        typed = list(args)  # the parser empties the other list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            flag = error.option_name
+            flag = _whole(error.option_name, typed)
             if (advice := vllm_names.ADVICE.get(flag)) is not None:
                 raise click.UsageError(f"There is no {flag}: {advice}.", ctx) from None
             known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
-            near = difflib.get_close_matches(flag, known, n=1, cutoff=SIMILAR)
-            raise click.NoSuchOption(flag, possibilities=near, ctx=ctx) from None
+            raise click.NoSuchOption(flag, possibilities=_typed_for(flag, known), ctx=ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each topic, in the order of the command's flags."""
@@ -88,6 +88,31 @@ class TopicCommand(click.Command):
         for topic, records in sections.items():
             with formatter.section(topic):
                 formatter.write_dl(records)
+
+
+def _whole(flag: str, typed: Sequence[str]) -> str:
+    """Return the flag as it was typed: of an unknown -dcp, click names only -d."""
+    whole = [each.partition("=")[0] for each in typed if each.startswith(flag)]
+    return flag if flag.startswith("--") or not whole else whole[0]
+
+
+def _typed_for(flag: str, known: Sequence[str]) -> list[str]:
+    """Return the known flag that an unknown one was probably typed for, if there is one.
+
+    They differ within words: `--cuda-graph-sizes` is not meant to be `--cuda-graphs`.
+    """
+    near = difflib.get_close_matches(flag, known, n=3, cutoff=SIMILAR)
+    return [name for name in near if _alike(flag, name)][:1]
+
+
+def _alike(one: str, other: str) -> bool:
+    words, others = one.lstrip("-").split("-"), other.lstrip("-").split("-")
+    if "".join(words) == "".join(others):
+        return True
+    return len(words) == len(others) and all(
+        a[:1] == b[:1] and difflib.SequenceMatcher(None, a, b).ratio() >= SIMILAR_WORDS
+        for a, b in zip(words, others, strict=True)
+    )
 
 
 def option(topic: str) -> Callable[..., Callable[[Command], Command]]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from weft.errors import ConfigError
 from weft.serving.config.fields import Setting, settings_of
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.config.vllm_names import ADVICE, setting_for
+from weft.serving.config.vllm_names import ADVICE, weft_arguments
 
 Config = TypeVar("Config", EngineConfig, ServerConfig)
 
@@ -86,7 +86,7 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
         ConfigError: a name is unknown, or a value is invalid.
     """
     known = {setting.name: setting for setting in settings_of(EngineConfig)}
-    arguments = {setting_for(name) or name: raw for name, raw in arguments.items()}
+    arguments = weft_arguments(arguments)
     for name in arguments:
         if name not in known:
             flag = "--" + name.replace("_", "-")

@@ -140,26 +140,33 @@ class ChatTemplates:
             return self._rendered(
                 name,
                 messages,
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continued,
-                **{**self.defaults, **given, **wanted},
+                {
+                    **self.defaults,
+                    **given,
+                    **wanted,
+                    "tools": list(tools) if tools else None,
+                    "add_generation_prompt": add_generation_prompt,
+                    "continue_final_message": continued,
+                },
             )
         except _TEMPLATE_ERRORS as error:
             shown = "the messages, with chat_template_kwargs" if given else "the messages"
+            reason, *_ = str(error).splitlines() or [type(error).__name__]
             raise RequestError(
-                f"the model's chat template rejects {shown}: {error}",
+                f"the model's chat template rejects {shown}: {reason}",
                 param="messages",
                 code="chat_template_error",
             ) from error
 
-    def _rendered(self, name: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    def _rendered(
+        self, name: str, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         (text,), _ = render_jinja_template(
             conversations=[list(messages)],
             chat_template=self.sources[name],
-            **arguments | dict(self.special_tokens),
+            **{**arguments, **self.special_tokens},
         )
         return str(text)
 
@@ -234,7 +241,7 @@ class ChatTemplates:
         greeting = {"role": "user", "content": "Hello"}
         arguments = {**self.defaults, "add_generation_prompt": True, _EFFORT: effort}
         try:
-            self._rendered("default", [greeting], **arguments)
+            self._rendered("default", [greeting], arguments)
         except _TEMPLATE_ERRORS:
             return False
         return True
@@ -310,7 +317,7 @@ def _of_checkpoint(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates: from files, or from a key in the configuration (older).
 
     Raises:
-        ModelError: a template is no text, or is not valid Jinja.
+        ModelError: a template is no text, not UTF-8, or not valid Jinja.
     """
     config_file = path / "tokenizer_config.json"
     templates = config.get("chat_template") or {}
@@ -332,7 +339,10 @@ def _of_checkpoint(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         files[file.stem] = file
     for name, file in files.items():
         if file.is_file():
-            templates[name], sources[name] = file.read_text(encoding="utf-8"), file
+            try:
+                templates[name], sources[name] = file.read_text(encoding="utf-8"), file
+            except UnicodeDecodeError as error:
+                raise ModelError(f"{file} is not UTF-8: {error}") from None
     for name, template in templates.items():
         _check_template(template, sources[name], name)
     return templates

@@ -25,6 +25,7 @@ class CheckedRequest:
         prompt_token_ids: plain integers, at least one.
         params: with `seed` and the settings of `SamplingDefaults` filled in, and n = 1.
         pooling: how the prompt's hidden states become an embedding; None generates tokens.
+        allowed: a mask with the tokens of `params.allowed_token_ids`; empty if all are allowed.
         banned: the sequences of tokens of `params.bad_words`.
         cache_salt: only requests with the same salt share the prefix cache.
     """
@@ -32,6 +33,7 @@ class CheckedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     pooling: PoolingKind | None = None
+    allowed: bytes = b""
     banned: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""
 
@@ -40,50 +42,48 @@ class CheckedRequest:
         return dataclasses.replace(self, params=self.params.answer(i)) if i else self
 
 
-def check_request(
-    prompt_token_ids: Sequence[int],
+def check_requests(
+    prompts: Iterable[Sequence[int]],
     params: SamplingParams,
     defaults: SamplingDefaults,
     info: EngineInfo,
     draw_seed: Callable[[], int],
     encode: Callable[[str], list[int]],
     cache_salt: str = "",
-) -> CheckedRequest:
-    """Check a request for tokens against the model.
+) -> list[CheckedRequest]:
+    """Check requests for tokens against the model. Their common settings are checked once.
 
     Args:
-        prompt_token_ids: the prompt.
-        params: its sampling settings; `n` is ignored.
+        prompts: the prompt of each request.
+        params: their sampling settings; `n` is ignored.
         defaults: values for settings that are None.
         info: sizes of the model and its KV cache.
-        draw_seed: called when the request has no seed.
+        draw_seed: called for each request, if the settings have no seed.
         encode: converts a bad word to token ids.
         cache_salt: see CheckedRequest.
 
     Raises:
-        RequestError: the request cannot be served.
+        RequestError: a request cannot be served.
     """
     _check_types(params)
-    ids = _check_tokens(prompt_token_ids, info.vocab_size)
     for param, token_ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         _check_ids(param, token_ids, info.vocab_size)
-    max_tokens = _room(len(ids), params, info)
-    if params.max_tokens is None and defaults.max_tokens is not None:
-        max_tokens = min(max_tokens, max(defaults.max_tokens, params.min_tokens))
-    if params.min_tokens > max_tokens:
-        raise RequestError(
-            f"min_tokens is {params.min_tokens}; after this prompt there is room for {max_tokens}",
-            param="min_tokens",
+    allowed, banned = _allowed(params, info.vocab_size), _banned(params, encode, info.vocab_size)
+    chosen = msgspec.structs.asdict(params.chosen(defaults))
+    checked = []
+    for prompt in prompts:
+        ids = _check_tokens(prompt, info.vocab_size)
+        seed = draw_seed() if params.seed is None else params.seed
+        filled = chosen | {"max_tokens": _max_tokens(len(ids), params, defaults, info)}
+        settings = msgspec.structs.replace(params, n=1, seed=seed, **filled)
+        checked.append(
+            CheckedRequest(ids, settings, allowed=allowed, banned=banned, cache_salt=cache_salt)
         )
-    seed = draw_seed() if params.seed is None else params.seed
-    chosen = msgspec.structs.asdict(params.chosen(defaults)) | {"max_tokens": max_tokens}
-    settings = msgspec.structs.replace(params, n=1, seed=seed, **chosen)
-    banned = _banned(params, encode, info.vocab_size)
-    return CheckedRequest(ids, settings, banned=banned, cache_salt=cache_salt)
+    return checked
 
 
 def check_pooled(
@@ -147,6 +147,15 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> list[int]:
     return token_ids
 
 
+def _allowed(params: SamplingParams, vocab_size: int) -> bytes:
+    """Return a mask of the allowed tokens, which is smaller than a list of them."""
+    from weft.serving.engine.grammar.matcher import mask_of  # not at the top: it needs NumPy
+
+    if params.allowed_token_ids is None:
+        return b""
+    return mask_of(params.allowed_token_ids, vocab_size).tobytes()
+
+
 def _banned(
     params: SamplingParams, encode: Callable[[str], list[int]], vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
@@ -176,6 +185,21 @@ def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
             raise RequestError(
                 f"{param} has token {token}; token ids are in [0, {vocab_size})", param=param
             )
+
+
+def _max_tokens(
+    prompt: int, params: SamplingParams, defaults: SamplingDefaults, info: EngineInfo
+) -> int:
+    """Return the maximum number of output tokens after a prompt of this length."""
+    room = _room(prompt, params, info)
+    if params.max_tokens is None and defaults.max_tokens is not None:
+        room = min(room, max(defaults.max_tokens, params.min_tokens))
+    if params.min_tokens > room:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}; after this prompt there is room for {room}",
+            param="min_tokens",
+        )
+    return room
 
 
 def _room(prompt: int, params: SamplingParams, info: EngineInfo) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 
@@ -23,7 +23,7 @@ from weft.errors import EngineError, RequestError, WeftError
 from weft.models.checkpoint.locate import find
 from weft.models.spec.pooling import Pooling, read_pooling
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.checks import CheckedRequest, check_pooled, check_request
+from weft.serving.engine.checks import CheckedRequest, check_pooled, check_requests
 from weft.serving.engine.core_client import CoreClient
 from weft.serving.engine.generation_config import GenerationConfig, load_generation_config
 from weft.serving.engine.grammar.compiler import GrammarCompiler
@@ -222,9 +222,15 @@ class AsyncEngine:
         """
         if isinstance(params, Pooling):
             return check_pooled(prompt_token_ids, params.kind, self.info)
+        return self.validate_all([prompt_token_ids], params, cache_salt)[0]
+
+    def validate_all(
+        self, prompts: Iterable[Sequence[int]], params: SamplingParams, cache_salt: str = ""
+    ) -> list[CheckedRequest]:
+        """Check requests with the same settings, which are checked once; see `validate`."""
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
-        return check_request(
-            *(prompt_token_ids, params, self.generation_config.defaults, self.info),
+        return check_requests(
+            *(prompts, params, self.generation_config.defaults, self.info),
             *(self._draw_seed, encode, cache_salt),
         )
 
@@ -340,12 +346,14 @@ class AsyncEngine:
         add = Add(
             id,
             pack_prompt(request.prompt_token_ids, block_size, request.cache_salt),
-            msgspec.structs.replace(params, grammar=None),
+            # The core reads the other forms of these settings, which are smaller.
+            msgspec.structs.replace(params, grammar=None, allowed_token_ids=None, bad_words=()),
             self._end_token_ids(params),
             priority,
             time.monotonic(),
             b"" if grammar is None else grammar.key,
             request.pooling,
+            request.allowed,
             request.banned,
         )
         timeline = self.timelines.begin(id, len(request.prompt_token_ids))

@@ -48,7 +48,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         arrival: time.monotonic() in the API process, for the queueing time.
         grammar: key of the compiled grammar, which was sent before; empty without a grammar.
         pooling: which hidden states make the embedding; None for a request that generates tokens.
-        banned: sequences of tokens that must not occur, from params.bad_words.
+        allowed: int32[ceil(V / 32)], a mask of the only tokens that may occur; empty for all.
+        banned: sequences of tokens that must not occur.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     arrival: float = 0.0
     grammar: bytes = b""
     pooling: PoolingKind | None = None
+    allowed: bytes = b""
     banned: tuple[tuple[int, ...], ...] = ()
 
 

@@ -22,6 +22,7 @@ MAX_GRAMMAR_LENGTH = 1 << 18
 MAX_CHOICES = 1024
 MAX_ALLOWED = 1 << 18
 MAX_BAD_WORDS = 256
+MAX_BAD_LENGTH = 1 << 14
 
 
 class Range(NamedTuple):
@@ -207,6 +208,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _within("min_tokens", self.min_tokens, Range(0, self.max_tokens))
         _check_texts("stop", self.stop, MAX_STOP_STRINGS, "end every output")
         _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, "forbid every output")
+        if (length := sum(map(len, self.bad_words))) > MAX_BAD_LENGTH:
+            raise RequestError(
+                f"bad_words has {length} characters; at most {MAX_BAD_LENGTH}", param="bad_words"
+            )
         if self.allowed_token_ids is not None and not (
             0 < len(self.allowed_token_ids) <= MAX_ALLOWED
         ):

@@ -265,7 +265,7 @@ def test_restrictions_that_leave_nothing(llm: LLM) -> None:
     (answer,) = llm.generate("a", SamplingParams(grammar=only, bad_words=("ab",)))
     assert answer.text in ("", "a")
     assert answer.finish_reason == "error"
-    assert answer.error == "allowed_token_ids and bad_words leave no token that can follow"
+    assert answer.error == "bad_words and the grammar leave no token that can follow"
     (token,) = llm.tokenizer.encode("a")
     params = SamplingParams(allowed_token_ids=(token,), bad_words=("a",))
     with pytest.raises(RequestError, match="bad_words forbids all of allowed_token_ids"):

@@ -28,6 +28,7 @@ from weft.serving.api.prompts import PromptOptions
 from weft.serving.engine.chat_templates import Effort, Thinking
 from weft.serving.engine.sampling_params import (
     MAX_ALLOWED,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -43,6 +44,7 @@ def _listed(value: Any) -> Any:
 
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopTexts = Annotated[list[_StopText], Field(max_length=MAX_STOP_STRINGS)]
+BadWords = Annotated[list[_StopText], Field(max_length=MAX_BAD_WORDS)]
 Stop = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=_StopText | StopTexts)]
 LogitBias = Annotated[
     dict[str, float],
@@ -112,7 +114,7 @@ class GenerationRequest(GuidedRequest):
     model: str | None = None
     add_special_tokens: bool | None = None
     allowed_token_ids: AllowedTokens | None = None
-    bad_words: StopTexts | None = None
+    bad_words: BadWords | None = None
     best_of: int | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     echo: bool | None = None

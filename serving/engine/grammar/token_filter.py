@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from weft.errors import RequestError
 from weft.models.interface import Int32
 from weft.serving.engine.grammar.matcher import Matcher, mask_of
@@ -22,7 +24,7 @@ class TokenFilter:
 
     Args:
         vocab_size: V, number of columns of the model's logits.
-        allowed: the only tokens that may occur; None allows all.
+        allowed: int32[ceil(V / 32)], a mask of the only tokens that may occur; None allows all.
         banned: sequences of tokens that must not occur.
         end_token_ids: tokens that end the request.
         min_tokens: minimum number of tokens before an end token, unless nothing else can follow.
@@ -35,19 +37,25 @@ class TokenFilter:
     def __init__(
         self,
         vocab_size: int,
-        allowed: Collection[int] | None,
+        allowed: Int32 | None,
         banned: Collection[Sequence[int]],
         end_token_ids: Collection[int] = (),
         min_tokens: int = 0,
         matcher: Matcher | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        everything = range(vocab_size) if allowed is None else allowed
         alone = [sequence[0] for sequence in banned if len(sequence) == 1]
-        self._static = mask_of(everything, vocab_size) & ~mask_of(alone, vocab_size)
-        self._before_min = self._static & ~mask_of(end_token_ids, vocab_size)
+        everything = mask_of(range(vocab_size), vocab_size) if allowed is None else allowed
+        self._static = everything & ~mask_of(alone, vocab_size)
+        self._but_ends = ~mask_of(end_token_ids, vocab_size)
         self._min_tokens = 0 if matcher is not None else min_tokens
         self._matcher = matcher
+        given = {
+            "allowed_token_ids": allowed is not None,
+            "bad_words": bool(banned),
+            "the grammar": matcher is not None,
+        }
+        self._limits = [name for name, is_given in given.items() if is_given]
         # A sequence waits under its last token but one, which is cheap to look up.
         self._banned: dict[int, list[Sequence[int]]] = defaultdict(list)
         for sequence in banned:
@@ -78,17 +86,14 @@ class TokenFilter:
         return None
 
     def _fill(self) -> None:
-        static = self._before_min if self._count < self._min_tokens else self._static
-        if not static.any():
-            static = self._static
-        mask = static if self._matcher is None else static & self._matcher.mask
+        mask = self._static if self._matcher is None else self._static & self._matcher.mask
         if ends := self._banned_now():
             mask = mask & ~mask_of(ends, self._vocab_size)
         if not mask.any():
-            raise RequestError(
-                "allowed_token_ids and bad_words leave no token that can follow",
-                param="allowed_token_ids",
-            )
+            verb = "leaves" if len(self._limits) == 1 else "leave"
+            raise RequestError(f"{' and '.join(self._limits)} {verb} no token that can follow")
+        if self._count < self._min_tokens and (longer := mask & self._but_ends).any():
+            mask = longer
         self.mask = mask
 
     def _banned_now(self) -> list[int]:
@@ -108,14 +113,9 @@ def filtered(add: Add, vocab_size: int, matcher: Matcher | None = None) -> Match
     Raises:
         RequestError: no token can come first.
     """
-    params = add.params
-    if params.allowed_token_ids is None and not add.banned:
+    if not (add.allowed or add.banned):
         return matcher
+    allowed = np.frombuffer(add.allowed, np.int32) if add.allowed else None
     return TokenFilter(
-        vocab_size,
-        params.allowed_token_ids,
-        add.banned,
-        add.end_token_ids,
-        params.min_tokens,
-        matcher,
+        vocab_size, allowed, add.banned, add.end_token_ids, add.params.min_tokens, matcher
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,43 @@ def test_a_simple_line_keeps_its_id(tmp_path: Path, text: str, expected: dict[st
     body = b'{"choices": [{"text": "b", "finish_reason": "stop"}], "usage": {}}'
     answer = answer_line(row, 200, body)
     assert answer == expected | {"text": "b", "finish_reason": "stop", "usage": {}}
+
+
+def test_a_simple_line_keeps_what_it_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}')
+    prompt, chat = [parse(line, "m") for line in Inputs([path])]
+    asked = {
+        "token_ids": [1],
+        "logprobs": {"tokens": ["b"]},
+        "prompt_token_ids": [2],
+        "prompt_logprobs": [None],
+    }
+    choice = {"text": "b", "finish_reason": "stop"}
+    body = {"choices": [choice | asked], "usage": {}}
+    assert answer_line(prompt, 200, json.dumps(body).encode()) == {
+        "index": 0,
+        "text": "b",
+        "finish_reason": "stop",
+        **asked,
+        "usage": {},
+    }
+    body = {"choices": [choice | {"logprobs": None}], "usage": {}}
+    assert "logprobs" not in answer_line(prompt, 200, json.dumps(body).encode())
+
+    of_prompt = {name: asked.pop(name) for name in ("prompt_token_ids", "prompt_logprobs")}
+    choice = {"message": {"content": "b"}, "finish_reason": "stop"} | asked
+    body = {"choices": [choice], "usage": {}} | of_prompt
+    assert answer_line(chat, 200, json.dumps(body).encode()) == {
+        "index": 1,
+        "text": "b",
+        "finish_reason": "stop",
+        **asked,
+        **of_prompt,
+        "usage": {},
+    }
+    body = {"choices": [choice, choice], "usage": {}} | of_prompt
+    assert answer_line(chat, 200, json.dumps(body).encode()) == {"index": 1, **body}
 
 
 def test_the_custom_id_of_a_simple_line_must_be_unique(tmp_path: Path) -> None:

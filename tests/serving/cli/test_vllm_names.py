@@ -25,18 +25,20 @@ def parsed(*arguments: str) -> dict[str, object]:
 @pytest.mark.parametrize("name", ALIASES)
 def test_another_name_sets_the_same_setting(name: str) -> None:
     for alias in ALIASES[name]:
-        on, _, off = alias.partition("/")
+        on, slash, off = alias.partition("/")
+        if on:
+            assert parsed(on)[name] is True if slash else parsed(on, "7")[name] == "7"
         if off:
-            assert (parsed(on)[name], parsed(off)[name]) == (True, False)
-        else:
-            assert parsed(on, "7")[name] == "7"
+            assert parsed(off)[name] is False
 
 
 def test_the_help_shows_weft_s_names_alone() -> None:
     text = weft.commands["serve"].get_help(click.Context(weft.commands["serve"]))
     others = [each for names in ALIASES.values() for name in names for each in name.split("/")]
     assert not [
-        name for name in (*others, *NO_OPS, *ADVICE) if re.search(rf"(?<![\w-]){name}\b", text)
+        name
+        for name in filter(None, (*others, *NO_OPS, *ADVICE))
+        if re.search(rf"(?<![\w-]){name}\b", text)
     ]
     assert "--tp N" in text
 
@@ -59,7 +61,14 @@ def test_a_flag_without_an_equivalent_gets_advice(flag: str) -> None:
     [
         ("--max-num-sequences", " Did you mean '--max-num-seqs'?"),
         ("--no-prefix-cacheing", " Did you mean '--no-prefix-caching'?"),
+        ("--max-modellen", " Did you mean '--max-model-len'?"),
+        ("--prot", " Did you mean '--port'?"),
         ("--log-level", ""),
+        ("--config-format", ""),
+        ("--cuda-graph-sizes", ""),
+        ("--attention-config", ""),
+        ("--disable-log-statistics", " Did you mean '--disable-log-stats'?"),
+        ("-xyz", ""),
         ("--swap", ""),
     ],
 )
@@ -72,6 +81,13 @@ def test_a_suggestion_is_very_similar_or_absent(flag: str, suggestion: str) -> N
 def test_python_takes_vllm_s_names() -> None:
     config = from_arguments({"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5})
     assert config == EngineConfig(tp=2, memory_fraction=0.5)
+    config = from_arguments({"enforce_eager": True, "enable_prefix_caching": False})
+    assert config == EngineConfig(cuda_graphs=False, prefix_caching=False)
+    assert (
+        from_arguments({"enforce_eager": False, "enable_chunked_prefill": True}) == EngineConfig()
+    )
+    with pytest.raises(ConfigError, match="no setting 'enable_chunked_prefill'"):
+        from_arguments({"enable_chunked_prefill": False})
     with pytest.raises(ConfigError, match="no setting 'trust_remote_code': weft never runs code"):
         from_arguments({"trust_remote_code": True})
 

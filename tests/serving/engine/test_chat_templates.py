@@ -119,6 +119,26 @@ def test_an_argument_cannot_replace_what_the_server_sets(name: str) -> None:
         templates(PLAIN).render(MESSAGES, arguments={name: "x"})
 
 
+@pytest.mark.parametrize("name", ["name", "thinking", "given"])
+def test_an_argument_may_have_any_other_name(name: str) -> None:
+    chat = templates(f"{{{{ {name} }}}}")
+    assert chat.render(MESSAGES, arguments={name: "x"}) == "x"
+    assert templates(f"{{{{ {name} }}}}", **{name: "y"}).render(MESSAGES) == "y"
+
+
+def test_a_refusal_is_one_line() -> None:
+    chat = templates(
+        "{% if x %}{{ raise_exception('one\ntwo') }}{% endif %}{{ messages | length }}"
+    )
+    with pytest.raises(RequestError, match=r"with chat_template_kwargs: one$"):
+        chat.render(MESSAGES, arguments={"x": 1})
+    assistant = {"role": "assistant", "content": "Well,"}
+    with pytest.raises(RequestError) as error:
+        templates("{{ messages[0].content }}").render([*MESSAGES, assistant], continued=True)
+    assert "does not appear" in error.value.message
+    assert "\n" not in error.value.message
+
+
 def test_an_argument_that_the_template_cannot_use() -> None:
     with pytest.raises(RequestError, match=r"rejects the messages, with chat_template_kwargs: "):
         templates("{{ 1 + x }}").render(MESSAGES, arguments={"x": []})
@@ -137,6 +157,9 @@ def test_a_file_replaces_the_templates_of_the_checkpoint(tmp_path: Path) -> None
         Tokenizer.load(path, chat_template=tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"--default-chat-template-kwargs: .*messages is set"):
         Tokenizer.load(path, template_arguments={"messages": []})
+    (path / "chat_template.jinja").write_bytes(b"{{ 'caf\xe9' }}")
+    with pytest.raises(ModelError, match=r"chat_template.jinja is not UTF-8: "):
+        Tokenizer.load(path)
 
 
 def test_threads_render_at_once() -> None:

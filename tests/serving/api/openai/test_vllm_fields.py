@@ -311,6 +311,7 @@ def test_special_tokens_in_the_text_have_their_place(http: httpx.Client) -> None
         ("bad_words", ["a", 1]),
         ("bad_words", ["a" * 2000]),
         ("bad_words", ["a"] * 300),
+        ("bad_words", ["a" * 1000] * 17),
         ("prompt_logprobs", 21),
         ("prompt_logprobs", -1),
         ("prompt_logprobs", True),
@@ -341,3 +342,8 @@ def test_pairs_that_do_not_go_together(http: httpx.Client) -> None:
     assert param == "guided_choice"
     assert "allowed_token_ids" in message
     assert post(http, TEXT, best_of=3, n=3)["choices"][2]
+
+
+def test_many_bad_words(http: httpx.Client) -> None:
+    words = [f"{i}w" for i in range(256)]
+    assert post(http, TEXT, bad_words=words)["choices"]

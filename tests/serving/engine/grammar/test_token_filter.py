@@ -24,6 +24,10 @@ def bits(mask: Int32) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
+def only(*tokens: int) -> Int32:
+    return mask_of(tokens, SIZE)
+
+
 class Allows:
     """A matcher that always allows the same tokens."""
 
@@ -53,7 +57,7 @@ def test_no_sequence_is_completed(banned: list[list[int]], output: list[int]) ->
 
 
 def test_only_allowed_tokens() -> None:
-    filter = TokenFilter(SIZE, [3, 32, 99], [[3, 32]])
+    filter = TokenFilter(SIZE, only(3, 32), [[3, 32]])
     assert bits(filter.mask) == {3, 32}
     first = filter.mask
     assert filter.advance(3) is None
@@ -62,24 +66,32 @@ def test_only_allowed_tokens() -> None:
 
 
 def test_no_end_before_min_tokens_unless_nothing_else_can_come() -> None:
-    filter = TokenFilter(SIZE, [3, END], [], [END], min_tokens=1)
+    filter = TokenFilter(SIZE, only(3, END), [], [END], min_tokens=1)
     assert bits(filter.mask) == {3}
     filter.advance(3)
     assert bits(filter.mask) == {3, END}
-    assert bits(TokenFilter(SIZE, [END], [], [END], min_tokens=1).mask) == {END}
+    assert bits(TokenFilter(SIZE, only(END), [], [END], min_tokens=1).mask) == {END}
+    filter = TokenFilter(SIZE, only(3, END), [[3, 3]], [END], min_tokens=5)
+    assert filter.advance(3) is None
+    assert bits(filter.mask) == {END}, "the bad word leaves only the end"
 
 
 def test_with_a_grammar_both_hold() -> None:
-    filter = TokenFilter(SIZE, [1, 2, 3], [[3]], [END], 9, Allows(2, 3, 4))
+    filter = TokenFilter(SIZE, only(1, 2, 3), [[3]], [END], 9, Allows(2, 3, 4))
     assert bits(filter.mask) == {2}
     assert not filter.ended
     assert filter.advance(2) is None
     assert filter.advance(5) == "not 5"
-    assert TokenFilter(SIZE, [1], [], matcher=Allows(1, ended=True)).ended
+    assert TokenFilter(SIZE, only(1), [], matcher=Allows(1, ended=True)).ended
 
 
 def test_nothing_can_follow() -> None:
-    with pytest.raises(RequestError, match=r"leave no token that can follow"):
-        TokenFilter(SIZE, [1], [], matcher=Allows(2))
-    filter = TokenFilter(SIZE, [1], [[1, 1]])
-    assert "leave no token" in (filter.advance(1) or "")
+    """The error names what the request has."""
+    with pytest.raises(RequestError, match=r"^allowed_token_ids and the grammar leave no token"):
+        TokenFilter(SIZE, only(1), [], matcher=Allows(2))
+    with pytest.raises(RequestError, match=r"^bad_words and the grammar leave no token"):
+        TokenFilter(SIZE, None, [[2]], matcher=Allows(2))
+    with pytest.raises(RequestError, match=r"^bad_words leaves no token that can follow$"):
+        TokenFilter(SIZE, None, [[token] for token in range(SIZE)])
+    filter = TokenFilter(SIZE, only(1), [[1, 1]])
+    assert filter.advance(1) == "allowed_token_ids and bad_words leave no token that can follow"
