@@ -254,8 +254,9 @@ class ChatTemplates:
         """
         roles = ("user", "system", "assistant", "user", "system")
         messages = [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles)]
+        arguments = {**self.defaults, "add_generation_prompt": True}
         try:
-            text = self._rendered("default", messages, **self.defaults, add_generation_prompt=True)
+            text = self._rendered("default", messages, arguments)
         except _TEMPLATE_ERRORS:
             return False
         return "system 1" in text and "system 4" in text
