@@ -28,7 +28,7 @@ from pathlib import Path
 
 from engine_parts.measure import measure, render
 
-PARTS = ("scheduler", "kv_cache", "executor", "sampler", "detokenizer", "api")
+PARTS = ("scheduler", "kv_cache", "grammars", "executor", "sampler", "detokenizer", "api")
 FLAME_RATE = 250  # samples per second
 SHORTEST = 0.1  # seconds; the kernel brings CPU times up to date every few milliseconds
 

@@ -19,7 +19,7 @@ import msgspec
 
 from weft.errors import EngineError, RequestError
 from weft.serving.api.conversation import Conversation, TextFunction
-from weft.serving.api.middleware.request_context import admit, current
+from weft.serving.api.middleware.request_context import admit, current, owner
 from weft.serving.api.openai.replies import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.openai.requests import Function, FunctionName
 from weft.serving.api.parsing.pieces import Answer, CallStart, Content, Piece, Reasoning
@@ -242,6 +242,7 @@ class Generation:
             request,
             priority=self._priority,
             deadline=self._deadline,
+            owner=owner(),
             visible=self._visible,
             admit=admit.get(),
             on_admitted=self._on_admitted,

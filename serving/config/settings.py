@@ -239,7 +239,7 @@ class EngineConfig:
     ] = 2048
     max_queue: Annotated[int, Help("maximum waiting requests; further ones get a 429", ge=1)] = 1024
     grammar_timeout: Annotated[
-        float, Help("maximum seconds to compile a request's grammar", gt=0)
+        float, Help("maximum seconds of processor time to compile a request's grammar", gt=0)
     ] = 10.0
     seed: Annotated[int, Help("random seed for requests without one")] = 0
     stall_timeout: Annotated[

@@ -28,7 +28,8 @@ from weft.errors import ConfigError, EngineError, RequestError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_channel import MAX_PATH, addresses
 from weft.serving.engine.core_process import Core, CoreProcess, CoreThread
-from weft.serving.engine.grammar.compiler import ROOM, LruCache
+from weft.serving.engine.grammar.cache import LruCache
+from weft.serving.engine.grammar.compiler import ROOM
 from weft.serving.engine.protocol import (
     Abort,
     Add,
@@ -104,7 +105,7 @@ class CoreClient:
     def grammar_bytes(self, another: Compiled) -> int:
         """Return how many bytes the grammars of its requests and another one take together."""
         sizes = dict(s.grammar for s in self._streams.values() if s.grammar is not None)
-        return sum((sizes | {another.key: len(another.data)}).values())
+        return sum((sizes | {another.key: another.size}).values())
 
     def add(
         self, number: int, request: Add, stream: RequestStream, grammar: Compiled | None = None
@@ -119,7 +120,7 @@ class CoreClient:
         """
         if grammar is not None and self._grammars.get(grammar.key) is None:
             self._send(grammar)
-            self._grammars.put(grammar.key, True, len(grammar.data))
+            self._grammars.put(grammar.key, True, grammar.size)
         self._send(request)  # before the stream is registered: an unsent request must not be live
         if not self._streams:
             self._last_progress = time.monotonic()

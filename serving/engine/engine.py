@@ -257,6 +257,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        owner: str = "",
         visible: frozenset[int] = frozenset(),
         admit: Callable[[], Awaitable[None]] | None = None,
         on_admitted: Callable[[], None] = lambda: None,
@@ -268,6 +269,7 @@ class AsyncEngine:
             request: made by `validate`.
             priority: lower is served first.
             deadline: time.monotonic() at which the request is given up.
+            owner: the client's API key, in any form; owners take turns while grammars wait.
             visible: special tokens whose text the reader needs, such as the marks of a call.
             admit: returns when the request may be queued, even if the queue is full. Without it,
                 a full queue refuses the request.
@@ -284,7 +286,7 @@ class AsyncEngine:
         """
         observer = observer or _NO_OBSERVER
         try:
-            core, id, stream = await self._queue(request, priority, deadline, visible, admit)
+            core, id, stream = await self._queue(request, priority, deadline, owner, visible, admit)
 
             def give_up() -> None:
                 stream.fail(_late())
@@ -316,6 +318,7 @@ class AsyncEngine:
         request: CheckedRequest,
         priority: int,
         deadline: float | None,
+        owner: str,
         visible: frozenset[int],
         admit: Callable[[], Awaitable[None]] | None,
     ) -> tuple[CoreClient, str, RequestStream]:
@@ -328,7 +331,7 @@ class AsyncEngine:
         if params.grammar is not None:
             if admit is None:  # compiling takes long, so a full queue refuses first
                 self._check_queue()
-            grammar = await self._compiled(params.grammar, deadline)
+            grammar = await self._compiled(params.grammar, deadline, owner)
         if admit is None:
             self._check_queue()
         else:
@@ -357,7 +360,7 @@ class AsyncEngine:
             request.banned,
         )
         timeline = self.timelines.begin(id, len(request.prompt_token_ids))
-        named = None if grammar is None else (grammar.key, len(grammar.data))
+        named = None if grammar is None else (grammar.key, grammar.size)
         stream = RequestStream(self.tokenizer, params, timeline, visible, named)
         try:
             core.add(number, add, stream, grammar)
@@ -367,12 +370,12 @@ class AsyncEngine:
         self._finish_rate.began()
         return core, id, stream
 
-    async def _compiled(self, grammar: Grammar, deadline: float | None) -> Compiled:
+    async def _compiled(self, grammar: Grammar, deadline: float | None, owner: str) -> Compiled:
         """Compile a request's grammar; raises as `generate`."""
         left = None if deadline is None else deadline - time.monotonic()
         try:
             async with asyncio.timeout(left):
-                return await self._grammars.compile(grammar)
+                return await self._grammars.compile(grammar, owner)
         except TimeoutError:
             raise _late() from None
 

@@ -4,15 +4,16 @@ This is the engine core's side of structured output (docs/structured-output.md).
 matching (Dong et al. 2024, arXiv:2411.15100). This module adds the end of the output: the model
 may end it when the grammar is complete, and must end it when nothing else can follow.
 
-Matchers are made in a thread, because xgrammar takes seconds to import, half a second to read a
-large vocabulary, and tens of ms to load a grammar. Meanwhile the engine core serves other
-requests. The API process compiles each grammar (compiler.py) and sends it once; the core keeps it
-while there is room.
+Matchers are made in threads, because xgrammar takes seconds to import, half a second to read a
+large vocabulary, and tens of ms to compile a grammar. Meanwhile the engine core serves other
+requests. The API process checks each grammar (compiler.py) and sends it once; the core keeps it
+while there is room. Grammars that take long have a thread of their own.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,8 @@ import numpy as np
 from weft.errors import RequestError
 from weft.models.interface import Int32
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.grammar.compiler import ROOM, LruCache
+from weft.serving.engine.grammar.cache import LruCache
+from weft.serving.engine.grammar.compiler import ROOM
 from weft.serving.engine.protocol import Add, Compiled
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
 
@@ -140,7 +142,7 @@ def mask_of(token_ids: Collection[int], vocab_size: int) -> Int32:
 
 
 class GrammarMatchers:
-    """Makes the matchers of requests, in one thread.
+    """Makes the matchers of requests, in two threads: one for grammars that take long to compile.
 
     Args:
         config: settings that name the tokenizer.
@@ -150,39 +152,47 @@ class GrammarMatchers:
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         self._config = config
         self.vocab_size = vocab_size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-matchers")  # starts when used
+        self._quick, self._slow = (
+            ThreadPoolExecutor(1, thread_name_prefix="weft-matchers") for _ in range(2)
+        )  # they start when used
+        self._lock = threading.Lock()
         self._tokens: xgrammar.TokenizerInfo | None = None
         self._control: frozenset[int] = frozenset()
-        self._compiled: LruCache[Future[Any]] = LruCache(ROOM)
+        self._compiled: LruCache[tuple[ThreadPoolExecutor, Future[Any]]] = LruCache(ROOM)
 
     def keep(self, message: Compiled) -> None:
-        """Keep a compiled grammar for later requests."""
-        loading = self._thread.submit(self._load, message.data)
-        self._compiled.put(message.key, loading, len(message.data))
+        """Keep a grammar for later requests."""
+        thread = self._slow if message.slow else self._quick
+        compiling = thread.submit(self._compile, message.text)
+        self._compiled.put(message.key, (thread, compiling), message.size)
 
     def make(self, add: Add) -> Future[GrammarMatcher]:
         """Return a future matcher for a request; its grammar must have arrived before."""
-        loading = self._compiled.get(add.grammar)
-        assert loading is not None, "the API process knows which grammars are here"
-        return self._thread.submit(partial(self._make, add, loading))
+        kept = self._compiled.get(add.grammar)
+        assert kept is not None, "the API process knows which grammars are here"
+        thread, compiling = kept
+        return thread.submit(partial(self._make, add, compiling))
 
     def close(self) -> None:
         """Wait for the current work and cancel the rest."""
-        self._thread.shutdown(cancel_futures=True)
+        self._quick.shutdown(cancel_futures=True)
+        self._slow.shutdown(cancel_futures=True)
 
-    def _load(self, data: bytes) -> xgrammar.CompiledGrammar:
+    def _compile(self, text: str) -> xgrammar.CompiledGrammar:
         import xgrammar
 
-        if self._tokens is None:
-            tokenizer = load_tokenizer(self._config)
-            self._tokens = tokens_of(tokenizer, self.vocab_size)
-            self._control = control_tokens(tokenizer)
-        return xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokens)
+        with self._lock:
+            if self._tokens is None:
+                tokenizer = load_tokenizer(self._config)
+                self._tokens = tokens_of(tokenizer, self.vocab_size)
+                self._control = control_tokens(tokenizer)
+        compiler = xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_enabled=False)
+        return compiler.compile_structural_tag(text)
 
-    def _make(self, add: Add, loading: Future[Any]) -> GrammarMatcher:
+    def _make(self, add: Add, compiling: Future[Any]) -> GrammarMatcher:
         import xgrammar
 
-        grammar = loading.result()  # done earlier by this thread
+        grammar = compiling.result()  # done earlier by this thread
         # Only control tokens; a grammar may contain other end tokens as text.
         stop = [t for t in add.end_token_ids if t in self._control and t < self.vocab_size]
         matcher = xgrammar.GrammarMatcher(

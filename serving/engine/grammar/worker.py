@@ -1,251 +1,180 @@
-"""The child process that compiles grammars, one at a time, until its stdin ends.
+"""The process that compiles grammars: it forks a process for each attempt.
 
-Compiling runs C++ on a client's text. It may take forever, all the memory, or the whole stack. A
-separate process can be killed (compiler.py does so at a deadline), and its death hurts nobody.
+Compiling runs C++ on a client's text. It may take forever, all the memory, or the whole stack. Each
+attempt therefore has a process of its own, with limits. The tokenizer is loaded once, before the
+forks, so a fork takes a few milliseconds.
 
-A compiled grammar may still be slow to match, because some grammars can read one text in very many
-ways. So this process first compiles each grammar for a 256-byte vocabulary and walks through it at
-random. The walk counts the matcher's work, not its time, so every machine refuses the same
-grammars. This sample proves nothing, so matcher.py limits the time as well.
-
-Both pipes carry messages from `compiler.framed`.
+This process must have a single thread, because a fork copies no others. It ends when its stdin
+ends. Both pipes carry messages from `messages.framed`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
-import queue
-import random
-import re
 import resource
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+import selectors
+import signal
+import traceback
+from dataclasses import dataclass
+from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from weft.errors import RequestError
-from weft.serving.engine.grammar.compiler import HEAD, Answer, Vocabulary, framed
-from weft.serving.engine.grammar.matcher import NO_TEXT, control_tokens, tokens_of
-from weft.serving.engine.grammar.structural_tag import (
-    as_format,
-    preceded,
-    tag_of,
-    tokens_replaced,
-)
-from weft.serving.engine.sampling_params import Grammar
-from weft.serving.engine.tokenizer import load_tokenizer
+from weft.serving.engine.grammar.messages import HEAD, Answer, Start, Stop, Vocabulary, framed
+from weft.serving.engine.grammar.trial import Compiler
 from weft.serving.executor import child_process
 
-if TYPE_CHECKING:
-    import xgrammar
+MAX_MEMORY = 1 << 30  # bytes for one attempt
+MIN_SECONDS = 1e-6  # a timer's unit
 
-MAX_MEMORY = 2 << 30  # bytes for compiling
-MAX_COMPILED = 32 << 20  # bytes of a compiled grammar
-MARKS = 256  # tokens in the small vocabulary for tokens named in a structural tag
-END = 256 + MARKS  # the small vocabulary's end token
-WALKS, STEPS = 4, 256
-MAX_ITEMS = 1 << 18  # items of Earley's algorithm in a walk; usual are 5,000, and 1e5 if wide
-MAX_CHAINS = 1 << 14  # see `_chains`, at one byte; usual are 10, and 1,000 if wide
-MAX_SECONDS = 8.0  # of processor time for all walks; the last resort: usual are 0.05
-
-# In xgrammar's account of a byte: one rule begins another.
-_PREDICTION = re.compile(rb"The rule (\d+): \S+ predict the new rule (\d+): ")
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # prctl: a signal for this process when its parent dies
 
 
-class Compiler:
-    """Compiles grammars for one vocabulary."""
+@dataclass
+class _Attempt:
+    """A forked process that compiles a grammar.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        import xgrammar
+    Attributes:
+        number: as in Start.
+        pid: the process.
+        file: the memory to which it writes its answer.
+    """
 
-        self._tokenizer = load_tokenizer(vocabulary.config)
-        self._never = control_tokens(self._tokenizer) - set(self._tokenizer.mark_tokens.values())
-        small = xgrammar.TokenizerInfo(
-            [*(bytes([i]) for i in range(256)), *(NO_TEXT + bytes([i]) for i in range(MARKS)), b""],
-            xgrammar.VocabType.RAW,
-            stop_token_ids=[END],
-        )
-        self._for_tokens, self._for_bytes = (
-            xgrammar.GrammarCompiler(each, max_threads=1, cache_enabled=False)
-            for each in (tokens_of(self._tokenizer, vocabulary.size), small)
-        )
+    number: int
+    pid: int
+    file: BinaryIO
 
-    def compile(self, grammar: Grammar) -> Answer:
-        """Compile a grammar; the answer reports any error."""
-        param = grammar.param
+
+class Worker:
+    """Forks attempts, and passes their answers on.
+
+    Args:
+        compiler: compiles in the forked processes.
+        orders: unbuffered stream of Start and Stop.
+        out: stream of answers.
+    """
+
+    def __init__(self, compiler: Compiler, orders: BinaryIO, out: BinaryIO) -> None:
+        self._compiler = compiler
+        self._orders = orders
+        self._out = out
+        self._attempts: dict[int, _Attempt] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(orders, selectors.EVENT_READ)
+        with open("/proc/self/statm") as statm:
+            self._memory = int(statm.read().split()[0]) * resource.getpagesize() + MAX_MEMORY
+
+    def run(self) -> None:
+        """Serve until the orders end."""
+        while True:
+            for key, _ in self._selector.select():
+                if isinstance(key.data, _Attempt):
+                    self._end(key.data, key.fd)
+                    continue
+                data = read(self._orders)
+                if data is None:
+                    for attempt in self._attempts.values():
+                        os.kill(attempt.pid, signal.SIGKILL)
+                    return
+                order = msgspec.msgpack.decode(data, type=Start | Stop)
+                if isinstance(order, Start):
+                    self._start(order)
+                elif order.number in self._attempts:
+                    os.kill(self._attempts[order.number].pid, signal.SIGKILL)
+
+    def _start(self, order: Start) -> None:
         try:
-            form = as_format(grammar, self._token_id)
-            marks: dict[int, int] = {}
-            bytewise = tokens_replaced(form, lambda t: marks.setdefault(t, 256 + len(marks)))
-            if len(marks) > MARKS:
-                raise RequestError(f"{param} names {len(marks)} tokens; the maximum is {MARKS}")
-            with _warnings() as said:
-                compiled = self._for_bytes.compile_structural_tag(tag_of(bytewise))
-            if said:
-                raise RequestError(f"{param} is not supported: {said[0]}")
-            with _stderr() as stderr:
-                _walk(compiled, param, stderr)
-            tag = tag_of(preceded(form, grammar.before))
-            data = self._for_tokens.compile_structural_tag(tag).serialize_json().encode()
-            if len(data) > MAX_COMPILED:
-                raise RequestError(
-                    f"{param} has {len(data)} bytes when compiled; the maximum is {MAX_COMPILED}"
-                )
-        except RequestError as error:
-            return _rejected(error.message)
+            file = open(os.memfd_create("answer"), "w+b", buffering=0)  # noqa: SIM115
         except OSError as error:
-            return Answer(fault=str(error))
-        except MemoryError:
-            return _rejected(f"{param} takes too much memory to compile")
-        except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
-            if "bad_alloc" in str(error):
-                return _rejected(f"{param} takes too much memory to compile")
-            reason = _brief(str(error)) or "xgrammar gives no reason"
-            return _rejected(f"{param} cannot be compiled: {reason}")
-        return Answer(data)
-
-    def _token_id(self, token: str | int) -> int | None:
-        """Return a token's id; None if a grammar must not name the token."""
-        number = self._tokenizer.backend.token_to_id(token) if isinstance(token, str) else token
-        return None if number in self._never else number
-
-
-def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> None:
-    """Take some random ways through a grammar, a byte a step.
-
-    Raises:
-        RequestError: there is none, or matching takes too much work.
-    """
-    import numpy as np
-    import xgrammar
-
-    rng = random.Random(0)
-    mask = np.empty((1, END // 32 + 1), np.int32)
-    begin = time.thread_time()
-    for walk in range(WALKS):
-        matcher = xgrammar.GrammarMatcher(grammar)
-        token = END
-        items = 0
-        for _ in range(STEPS):
-            mask.fill(-1)
-            matcher.fill_next_token_bitmask(mask)
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            allowed = np.flatnonzero(bits[: END + 1])
-            if not len(allowed):
-                raise RequestError(f"{param} allows no text, or it has dead ends")
-            if allowed[0] == END:
-                break
-            # Half of the walks stay in a repetition for as long as they can.
-            if walk % 2 or not bits[token] or token == END:
-                token = int(rng.choice(allowed[allowed < END]))
-            account = _accept(matcher, token, stderr)
-            items += account.count(b"\n")
-            seconds = time.thread_time() - begin
-            if items > MAX_ITEMS or _chains(account) > MAX_CHAINS or seconds > MAX_SECONDS:
-                raise RequestError(
-                    f"{param} is too slow to match: it can read one text in too many ways, "
-                    "for example by repetitions within repetitions"
-                )
-
-
-def _accept(matcher: xgrammar.GrammarMatcher, token: int, stderr: BinaryIO) -> bytes:
-    """Take a token, and return the matcher's account of it: about one line for each item."""
-    stderr.truncate(0)
-    stderr.seek(0)
-    matcher.accept_token(token, debug_print=True)
-    stderr.seek(0)
-    return stderr.read()
-
-
-def _chains(account: bytes) -> int:
-    """Count the pairs of predictions at one byte in which a rule is begun and begins another.
-
-    For a usual grammar the number does not grow with the text. When a rule begins itself in many
-    places it grows with the square of the text's length, and a byte's time with the cube.
-    """
-    begins: Counter[bytes] = Counter()
-    begun: Counter[bytes] = Counter()
-    for rule, other in _PREDICTION.findall(account):
-        begins[rule] += 1
-        begun[other] += 1
-    return sum(count * begun[rule] for rule, count in begins.items())
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect xgrammar's warnings about ignored parts from stderr; complete after the block."""
-    said: list[str] = []
-    with _stderr() as stderr:
-        yield said
-        stderr.seek(0)
-        lines = stderr.read().decode(errors="replace").splitlines()
-    said += [_brief(line) for line in lines if "warning" in line.lower()]
-
-
-@contextmanager
-def _stderr() -> Iterator[BinaryIO]:
-    """A file to which all of this process's stderr goes."""
-    sys.stderr.flush()
-    with open(os.memfd_create("stderr"), "w+b", buffering=0) as file:
-        stderr = os.dup(2)
-        os.dup2(file.fileno(), 2)
+            self._answer(Answer(order.number, fault=str(error)))
+            return
+        pid = 0
         try:
-            yield file
+            pid = os.fork()
+            if pid == 0:
+                self._attempt(order, file)
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            if pid != 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            file.close()
+            self._answer(Answer(order.number, fault=str(error)))
+            return
+        attempt = self._attempts[order.number] = _Attempt(order.number, pid, file)
+        self._selector.register(pidfd, selectors.EVENT_READ, attempt)
+
+    def _attempt(self, order: Start, file: BinaryIO) -> NoReturn:
+        """Compile in the forked process."""
+        status = 1
+        try:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.nice(order.nice)
+            resource.setrlimit(resource.RLIMIT_AS, (self._memory, self._memory))
+            signal.setitimer(signal.ITIMER_PROF, max(order.seconds, MIN_SECONDS))
+            answer = self._compiler.compile(order.grammar)
+            file.write(msgspec.msgpack.encode(answer))
+            status = 0
+        except Exception:  # noqa: BLE001  the process ends here
+            traceback.print_exc()
         finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+            os._exit(status)
+
+    def _end(self, attempt: _Attempt, pidfd: int) -> None:
+        """Pass on the result of an attempt that has ended."""
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        del self._attempts[attempt.number]
+        code = os.waitstatus_to_exitcode(os.waitpid(attempt.pid, 0)[1])
+        with attempt.file as file:
+            file.seek(0)
+            if code == 0:
+                answer = msgspec.msgpack.decode(file.read(), type=Answer)
+            elif code == -signal.SIGPROF:
+                answer = Answer(late=True)
+            else:
+                answer = Answer(died=child_process.how_it_ended(code))
+        self._answer(msgspec.structs.replace(answer, number=attempt.number))
+
+    def _answer(self, answer: Answer) -> None:
+        self._out.write(framed(answer))
+        self._out.flush()
 
 
-def _rejected(error: str) -> Answer:
-    return Answer(error=error.encode(errors="replace").decode())  # it may end inside a character
-
-
-def _brief(message: str) -> str:
-    """Return xgrammar's message without its place in the source."""
-    text = message.strip().partition("\n")[0]
-    for words in ("Check failed: ", "Warning: "):
-        text = text.rpartition(words)[2]
-    for mark in (" is false: ", ".cc:", ".h:"):
-        text = text.partition(mark)[2] or text
-    return re.sub(r"^\d+: ", "", text)[:300]
-
-
-def _read(stream: BinaryIO) -> bytes | None:
+def read(stream: BinaryIO) -> bytes | None:
     """Return the next message; None at the end."""
-    head = stream.read(HEAD)
-    if len(head) < HEAD:
-        return None
-    data = stream.read(int.from_bytes(head, "little"))
-    return data if len(data) == int.from_bytes(head, "little") else None
+    head = _exactly(stream, HEAD)
+    return None if head is None else _exactly(stream, int.from_bytes(head, "little"))
+
+
+def _exactly(stream: BinaryIO, size: int) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        more = stream.read(size - len(data))
+        if not more:
+            return None
+        data += more
+    return data
 
 
 def main() -> None:
     """Run the process."""
     child_process.ignore_signals()
+    orders = open(0, "rb", buffering=0)  # noqa: SIM115
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # stray prints go to stderr
-    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def listen() -> None:
-        while (message := _read(sys.stdin.buffer)) is not None:
-            messages.put(message)
-        os._exit(1)  # even while a grammar is being compiled
-
-    threading.Thread(target=listen, name="weft-parent", daemon=True).start()
-    compiler = Compiler(msgspec.msgpack.decode(messages.get(), type=Vocabulary))
-    answer = Answer()
-    with open("/proc/self/statm") as statm:
-        taken = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_MEMORY, taken + MAX_MEMORY))
-    while True:
-        out.write(framed(answer))
-        out.flush()
-        answer = compiler.compile(msgspec.msgpack.decode(messages.get(), type=Grammar))
+    first = read(orders)
+    if first is None:
+        return
+    worker = Worker(Compiler(msgspec.msgpack.decode(first, type=Vocabulary)), orders, out)
+    out.write(framed(Answer()))
+    out.flush()
+    gc.collect()
+    gc.freeze()  # forks share the memory
+    worker.run()
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, get_args
 
+import psutil
 import pytest
 import pytest_asyncio
 import xgrammar
 
 from weft.errors import EngineError, RequestError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.engine.grammar import worker
-from weft.serving.engine.grammar.compiler import GrammarCompiler, Vocabulary
+from weft.serving.engine.grammar import trial
+from weft.serving.engine.grammar.compiler import LANES, GrammarCompiler
+from weft.serving.engine.grammar.messages import Start, Stop, Vocabulary
 from weft.serving.engine.grammar.structural_tag import FORMATS
 from weft.serving.engine.protocol import Compiled
 from weft.serving.engine.sampling_params import Grammar, GrammarKind
@@ -31,6 +33,14 @@ CONFIG = EngineConfig(grammar_timeout=20.0)
 
 def nested(depth: int) -> str:
     return '{"type":"array","items":' * depth + "{}" + "}" * depth
+
+
+def wide(size: int, *, required: bool = False) -> str:
+    """A schema of many texts."""
+    texts = {f"property_{i}": {"type": "string"} for i in range(size)}
+    return json.dumps(
+        {"type": "object", "properties": texts, "required": [*texts] if required else []}
+    )
 
 
 def tag(form: Any) -> str:
@@ -69,6 +79,14 @@ HOSTILE: dict[str, tuple[GrammarKind, str]] = {
         '{"oneOf": [{"type": "number"}, {"type": "integer"}]}',
     ),
     "no integer": ("json_schema", '{"type": "number", "multipleOf": 0.5}'),
+    "a number without an end": (
+        "json_schema",
+        '{"type": "integer", "maximum": 1' + "0" * 400 + "}",
+    ),
+    "many optional properties": (
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(600)}}),
+    ),
     "a huge number": ("json_schema", '{"type": "integer", "minimum": -1e30, "maximum": 1e40}'),
     "nothing": ("json_schema", "false"),
     "a deep grammar": ("ebnf", "root ::= " + "(" * 60_000 + '"a"' + ")" * 60_000),
@@ -118,6 +136,40 @@ async def refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
     return error.value.message
 
 
+def hard(param: str, i: int = 0) -> Grammar:
+    """A grammar that takes seconds to refuse."""
+    return Grammar("regex", f"(a{{1,{900 + i}}}){{1,1000}}", param)
+
+
+def noted(compiler: GrammarCompiler) -> list[Start | Stop]:
+    """Note all orders to the process."""
+    sent: list[Start | Stop] = []
+    send = compiler._send
+
+    def note(order: Start | Stop) -> None:
+        sent.append(order)
+        send(order)
+
+    compiler._send = note  # type: ignore[method-assign]
+    return sent
+
+
+async def stopped(compiler: GrammarCompiler) -> asyncio.subprocess.Process:
+    """Start the process, and stop it: as if all grammars took for ever."""
+    while compiler._process is None:
+        waiting = asyncio.create_task(compiler.compile(Grammar("regex", "started")))
+        await asyncio.gather(waiting, return_exceptions=True)
+    os.kill(compiler._process.pid, signal.SIGSTOP)
+    return compiler._process
+
+
+def attempts(compiler: GrammarCompiler) -> list[psutil.Process]:
+    """The forked processes."""
+    if compiler._process is None:
+        return []
+    return psutil.Process(compiler._process.pid).children()
+
+
 SLOW = ("repetitions", "more repetitions", "a pattern of repetitions",
         "a grammar with many readings", "a list of lists")  # fmt: skip
 
@@ -128,15 +180,15 @@ async def test_hostile_grammars_are_refused(compiler: GrammarCompiler, name: str
     await refusal(compiler, Grammar(kind, text, "guided_x"))
     again = await refusal(compiler, Grammar(kind, text, "other"))
     assert "guided_x" not in again, "what is remembered belongs to no field"
-    assert (await compiler.compile(Grammar("regex", "[ab]+"))).data
+    assert (await compiler.compile(Grammar("regex", "[ab]+"))).text
 
 
 @pytest.mark.parametrize("name", SLOW)
 async def test_slow_grammars_are_refused_by_counts_and_not_by_time(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(worker.time, "thread_time", lambda: 0.0)  # an infinitely fast machine
-    compiling = worker.Compiler(Vocabulary(CONFIG, load_tokenizer(CONFIG).vocab_size))
+    monkeypatch.setattr(trial.time, "thread_time", lambda: 0.0)  # an infinitely fast machine
+    compiling = trial.Compiler(Vocabulary(CONFIG, load_tokenizer(CONFIG).vocab_size))
     answer = compiling.compile(Grammar(*HOSTILE[name], "regex"))
     assert answer.error is not None
     assert answer.error.startswith("regex is too slow to match")
@@ -155,6 +207,9 @@ async def test_slow_grammars_are_refused_by_counts_and_not_by_time(
         ("json_schema", '{"type": "object", "properties": {"next": {"$ref": "#"}}}'),
         ("json_schema", nested(50)),
         ("json_schema", json.dumps({"enum": ["x" * i for i in range(100)]})),
+        ("json_schema", json.dumps({"enum": [f"value{i}" for i in range(10_000)]})),
+        ("json_schema", wide(512)),
+        ("json_schema", wide(1_000, required=True)),
         ("structural_tag", tag({"type": "any_text"})),
         ("structural_tag", token_triggered(*range(300, 400))),
         (
@@ -172,7 +227,7 @@ async def test_slow_grammars_are_refused_by_counts_and_not_by_time(
 async def test_what_is_large_but_sane_is_taken(
     compiler: GrammarCompiler, kind: GrammarKind, text: str
 ) -> None:
-    assert (await compiler.compile(Grammar(kind, text))).data
+    assert (await compiler.compile(Grammar(kind, text))).text
 
 
 async def test_the_same_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
@@ -182,60 +237,103 @@ async def test_the_same_grammar_is_compiled_once(compiler: GrammarCompiler) -> N
     assert await compiler.compile(Grammar("regex", "once(upon)?", "elsewhere")) is first
 
 
-async def test_a_deadline_ends_the_process_and_the_next_grammar_gets_another() -> None:
-    compiler = make(replace(CONFIG, grammar_timeout=1e-6))
+async def test_what_takes_too_long_is_refused_and_remembered() -> None:
+    compiler = make(replace(CONFIG, grammar_timeout=0.001))
+    sent = noted(compiler)
     try:
-        said = await refusal(compiler, Grammar("regex", "a", "regex"))
-        assert said == "regex took longer than 1e-06 s to compile"
-        compiler._config = CONFIG
-        assert (await compiler.compile(Grammar("regex", "a"))).data, "it may have been the machine"
+        said = await refusal(compiler, hard("regex"))
+        assert said == "regex took more than 0.001 s of processor time to compile; simplify it"
+        assert len(sent) == len(LANES), "one attempt in each lane"
+        assert await refusal(compiler, hard("other")) == said.replace("regex", "other")
+        assert len(sent) == len(LANES)
     finally:
         await compiler.close()
 
 
-async def test_who_leaves_holds_up_nobody_and_too_many_are_turned_away() -> None:
-    compiler = make(replace(CONFIG, grammar_timeout=600.0, max_queue=4))
+@pytest.mark.parametrize(("keys", "most"), [(10, 10), (1, 2)])
+async def test_a_short_grammar_overtakes_long_ones(keys: int, most: int) -> None:
+    """It waits for one short attempt of each other key, at most; no long one ends before."""
+    compiler = make(CONFIG)
     try:
         await compiler.compile(Grammar("regex", "first"))
-        assert compiler._process is not None
-        os.kill(compiler._process.pid, signal.SIGSTOP)  # as if the next one took for ever
-        grammars = [Grammar("regex", f"a{{{i + 1}}}", "regex") for i in range(4)]
-        waiting = [asyncio.create_task(compiler.compile(grammar)) for grammar in grammars]
+        sent = noted(compiler)
+        waiting = [
+            asyncio.create_task(compiler.compile(hard("regex", i), f"key {i % keys}"))
+            for i in range(10)
+        ]
         await asyncio.sleep(0)
-        with pytest.raises(RequestError) as error:
-            await compiler.compile(Grammar("regex", "other", "regex"))
-        assert (error.value.status, error.value.param) == (429, "regex")
-        assert (error.value.retry_after or 0) >= 1
+        easy = Grammar("json_schema", '{"type": "object", "properties": {"a": {}}}')
+        assert (await compiler.compile(easy, "another key")).text
+        starts = [order for order in sent if isinstance(order, Start)]
+        place = next(i for i, order in enumerate(starts) if order.grammar.text == easy.text)
+        first = [each for each in starts[:place] if each.seconds == compiler._lanes[0].seconds]
+        assert len(first) <= most
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert (await compiler.compile(Grammar("regex", "other"))).data
         assert not compiler._jobs
     finally:
         await compiler.close()
 
 
-async def test_what_is_waited_for_again_gets_its_time() -> None:
-    compiler = make(CONFIG)
+async def test_too_many_are_turned_away() -> None:
+    compiler = make(replace(CONFIG, max_queue=8))
     try:
-        await compiler.compile(Grammar("regex", "first"))
-        assert compiler._process is not None
-        process = compiler._process
-        os.kill(process.pid, signal.SIGSTOP)
-        grammar = Grammar("regex", "left")
-        leaving = asyncio.create_task(compiler.compile(grammar))
-        await asyncio.sleep(0.01)
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
-        staying = asyncio.create_task(compiler.compile(grammar))
+        await stopped(compiler)
+        grammars = [Grammar("regex", f"a{{{i + 1}}}", "regex") for i in range(9)]
+        waiting = [asyncio.create_task(compiler.compile(each, "a")) for each in grammars[:2]]
         await asyncio.sleep(0)
-        assert compiler._limit is not None
-        assert compiler._limit.when() == compiler._until
-        os.kill(process.pid, signal.SIGCONT)
-        assert (await staying).data
-        assert compiler._process is process
+        with pytest.raises(RequestError, match="2 grammars of this API key") as error:
+            await compiler.compile(grammars[2], "a")
+        assert (error.value.status, error.value.param) == (429, "regex")
+        waiting += [asyncio.create_task(compiler.compile(each)) for each in grammars[2:8]]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="8 grammars are being compiled") as error:
+            await compiler.compile(grammars[8], "b")
+        assert (error.value.status, error.value.param) == (429, "regex")
+        assert (error.value.retry_after or 0) >= 1
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert not compiler._jobs
+        assert not compiler._owners
     finally:
         await compiler.close()
+
+
+async def test_the_time_in_the_queue_is_bounded() -> None:
+    compiler = make(replace(CONFIG, grammar_timeout=0.01))
+    try:
+        await stopped(compiler)
+        with pytest.raises(RequestError, match=r"regex was not compiled within 0.02 s") as error:
+            await compiler.compile(Grammar("regex", "a", "regex"))
+        assert (error.value.status, error.value.param) == (429, "regex")
+        assert not compiler._jobs
+    finally:
+        await compiler.close()
+
+
+async def test_an_attempt_ends_when_nobody_waits(compiler: GrammarCompiler) -> None:
+    leaving = asyncio.create_task(compiler.compile(hard("regex")))
+    while not attempts(compiler):
+        await asyncio.sleep(0.01)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert not compiler._jobs
+    assert (await compiler.compile(Grammar("regex", "another"))).text
+    while attempts(compiler):
+        await asyncio.sleep(0.01)
+
+
+async def test_attempts_end_with_the_process() -> None:
+    compiler = make(CONFIG)
+    waiting = asyncio.create_task(compiler.compile(hard("regex")))
+    while not (running := attempts(compiler)):
+        await asyncio.sleep(0.01)
+    await compiler.close()
+    with pytest.raises(EngineError):
+        await waiting
+    psutil.wait_procs(running)
 
 
 async def test_the_end_is_told_to_those_who_wait() -> None:
@@ -254,37 +352,59 @@ async def test_the_end_is_told_to_those_who_wait() -> None:
 
 
 async def test_a_process_that_is_killed_is_replaced(compiler: GrammarCompiler) -> None:
-    await compiler.compile(Grammar("regex", "c"))
-    killed = compiler._process
-    assert killed is not None
-    os.kill(killed.pid, signal.SIGSTOP)
-    asked = asyncio.create_task(compiler.compile(Grammar("regex", "d")))
+    killed = await stopped(compiler)
+    waiting = [
+        asyncio.create_task(compiler.compile(Grammar("regex", f"killed{i}"))) for i in range(3)
+    ]
     await asyncio.sleep(0)
-    os.kill(killed.pid, signal.SIGKILL)
-    assert (await asked).data, "the grammar is not to blame"
+    killed.kill()
+    assert all([(await each).text for each in waiting]), "the grammars are not to blame"
     assert compiler._process is not killed
 
 
-async def test_what_kills_two_processes_in_a_row_is_refused(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts = 0
+async def test_a_process_that_dies_again_is_no_fault_of_the_grammar() -> None:
+    compiler = make(CONFIG)
+    try:
+        waiting = asyncio.create_task(compiler.compile(Grammar("regex", "a")))
+        deaths = 0
+        while not waiting.done():
+            if compiler._lanes[0].job is not None and compiler._process is not None:
+                compiler._process.kill()
+                deaths += 1
+                while compiler._process is not None:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+        assert deaths == 2
+        with pytest.raises(EngineError, match="was killed by SIGKILL"):
+            await waiting
+        assert (await compiler.compile(Grammar("regex", "a"))).text
+    finally:
+        await compiler.close()
 
-    async def start_and_die() -> None:
-        nonlocal starts
-        starts += 1
-        await GrammarCompiler._start(compiler)
-        assert compiler._process is not None
-        os.kill(compiler._process.pid, signal.SIGKILL)
 
-    await compiler._kill()
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "_start", start_and_die)
-        for _ in range(2):
-            said = await refusal(compiler, Grammar("regex", "deadly", "regex"))
-            assert said == "regex is too much to compile"
-        assert starts == 2, "the second time it was remembered"
-    assert (await compiler.compile(Grammar("regex", "e"))).data
+async def test_a_process_that_does_not_start_is_an_error() -> None:
+    compiler = make(replace(CONFIG, load_stall_timeout=0.001))
+    with pytest.raises(EngineError, match=r"did not start within 0.001 s"):
+        await compiler.compile(Grammar("regex", "a"))
+    await compiler.close()
+
+
+async def test_what_kills_two_attempts_is_refused(compiler: GrammarCompiler) -> None:
+    grammar = hard("regex", 20)
+    sent = noted(compiler)
+    waiting = asyncio.create_task(refusal(compiler, grammar))
+    killed: set[int] = set()
+    while not waiting.done():
+        for attempt in attempts(compiler):
+            if attempt.pid not in killed:
+                attempt.kill()
+                killed.add(attempt.pid)
+        await asyncio.sleep(0)
+    assert await waiting == "regex is too much to compile"
+    count = len(sent)
+    assert await refusal(compiler, grammar) == "regex is too much to compile"
+    assert len(sent) == count, "the second time it was remembered"
+    assert (await compiler.compile(Grammar("regex", "e"))).text
 
 
 async def test_what_the_machine_lacks_is_not_the_grammars_fault(compiler: GrammarCompiler) -> None:
@@ -296,7 +416,7 @@ async def test_what_the_machine_lacks_is_not_the_grammars_fault(compiler: Gramma
     with pytest.raises(EngineError, match="Too many open files"):
         await compiler.compile(grammar)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-    assert (await compiler.compile(grammar)).data
+    assert (await compiler.compile(grammar)).text
     assert compiler._process.pid == pid
 
 

@@ -75,7 +75,7 @@ async def test_grammars_that_have_no_room_are_sent_again(
     keep = GrammarMatchers.keep
 
     def noted(self: GrammarMatchers, message: Compiled) -> None:
-        sent.append(len(message.data))
+        sent.append(message.size)
         keep(self, message)
 
     monkeypatch.setattr(GrammarMatchers, "keep", noted)

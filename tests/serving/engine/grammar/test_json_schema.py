@@ -45,6 +45,12 @@ def refusal(schema: Any) -> str:
         ([], "guided_json must be an object or a boolean"),
         ("{", "guided_json is not JSON"),
         ('{"type": "number", "minimum": NaN}', "guided_json is not JSON: NaN is not a number"),
+        ('{"const": 1e400}', "guided_json is not JSON: 1e400 is too large a number"),
+        ('{"const": 1' + "0" * 400 + "}", "1000000000000000... (401 characters) is too large"),
+        (
+            {"type": "object", "properties": {f"p{i}": {} for i in range(600)}, "required": ["p7"]},
+            "properties has 599 optional properties; the maximum is 512",
+        ),
         ('{"items":' * 100_000 + "{}" + "}" * 100_000, "guided_json is nested too deeply"),
     ],
 )

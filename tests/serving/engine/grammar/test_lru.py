@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.serving.engine.grammar.compiler import LruCache
+from weft.serving.engine.grammar.cache import LruCache
 
 
 def held(recent: LruCache[str], keys: str = "abcd") -> set[str]:
