@@ -123,7 +123,7 @@ lint: $(VENV)/.dev ## ruff: style and format
 # benchmarks/serve.py, which only calls weft bench, has the name of a module in benchmarks/gpu.
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy -p weft
-	MYPYPATH=tools $(BIN)/mypy -p train_demo -m code_map
+	MYPYPATH=tools $(BIN)/mypy -p train_demo -m code_map -m config_fields
 	MYPYPATH=benchmarks $(BIN)/mypy --exclude '^benchmarks/serve\.py$$' benchmarks
 
 code-map: $(VENV)/.dev ## write docs/code-map.md from the modules

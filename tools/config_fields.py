@@ -27,25 +27,25 @@ PAGE = Path(__file__).parent.parent / "docs/config-fields.md"
 
 INTRODUCTION = """# Fields of config.json
 
-weft runs a checkpoint as `transformers` does, or refuses it. This page says what weft does with
-each field of `config.json`, for each family. `python tools/config_fields.py` writes it from
-[config_table.py](../models/spec/config_table.py). Tests compare the table with weft's own reading,
-and with the fields that `transformers` reads.
+weft runs a checkpoint as `transformers` does, or refuses it. This page has a row for each field in
+`config.json`, and a column for each family. `python tools/config_fields.py` writes it from
+[config_table.py](../models/spec/config_table.py). Tests compare the table with weft's own reading
+and with the source code in `transformers`.
 
 | word | meaning |
 | --- | --- |
-| read | The field has an effect. A value that weft does not implement is refused. |
+| read | The field has an effect. An unsupported value is refused. |
 | only ... | Any other value is refused. |
 | refused | The field must be absent or `null`. |
 | harmless | The field has no effect on answers. |
 | - | Neither `transformers` nor weft reads the field in this family. |
 
-The same as `-` holds for fields without a row. The log names such a field once at load, with a
-suggestion if it resembles a field that is read: `rope_thetaa (did you mean rope_theta?)`. A field
-with the value `null` counts as absent.
+Fields without a row are like fields with a `-`. The log names them once at load. A misspelt name
+has a suggestion: `rope_thetaa (did you mean rope_theta?)`. A field with the value `null` counts as
+absent.
 
 Sampling fields such as `temperature` count only without a `generation_config.json`; `eos_token_id`
-counts if that file has none. Other arguments of `generate()` in `config.json` are not read.
+counts if that file has none. weft does not read other arguments for `generate()`.
 """
 
 ROPE = """

@@ -144,7 +144,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def start_server(
-    model: Path,
+    model: Path | str,
     log: Path,
     *,
     loader: str | None = None,
@@ -156,7 +156,7 @@ def start_server(
     """Start a server, and end it with SIGTERM if it still runs.
 
     Args:
-        model: a checkpoint's directory.
+        model: a checkpoint's directory, or another name that `weft serve` takes.
         log: a directory for the server's stderr, and to run it in.
         loader: "module:function" that stands in for loading a model; may be in tests/.
         until: what to wait for: the process, /health (for which `port` must be set), or that
@@ -182,7 +182,7 @@ def start_server(
         elif until == "healthy":
             _wait_healthy(process, file, url)
         with httpx.Client(base_url=url, timeout=TIMEOUT) as http:
-            yield Server(url, model.name, process, file, http)
+            yield Server(url, Path(model).name, process, file, http)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -194,7 +194,7 @@ def start_server(
                 raise
 
 
-def _arguments(model: Path, loader: str | None, settings: dict[str, Any]) -> list[str]:
+def _arguments(model: Path | str, loader: str | None, settings: dict[str, Any]) -> list[str]:
     if loader is None:
         flags = [_flag(name, value) for name, value in settings.items()]
         return ["-m", "weft", "serve", str(model), *flags]

@@ -429,3 +429,7 @@ def test_no_config_raises_anything_but_a_model_error(
     config = QWEN3_MOE | {"architectures": [architecture], "use_sliding_window": windows}
     with suppress(ModelError):
         assert build_spec(config | changes, SOURCE).parameters > 0
+
+
+def test_swish_is_silu() -> None:
+    assert build_spec(LLAMA | {"hidden_act": "swish"}, SOURCE) == build_spec(LLAMA, SOURCE)

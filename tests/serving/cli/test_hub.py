@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.bucket import Storage
 from support.checkpoints import make_checkpoint
 from support.hub import Hub
 from support.server import ENVIRONMENT, free_port, start_server
@@ -29,9 +30,12 @@ def hub(checkpoint: Path) -> Iterator[Hub]:
         yield hub
 
 
-def weft(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+def weft(
+    environment: dict[str, str], *arguments: object, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "weft", *map(str, arguments)],
+        input=stdin,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
@@ -112,6 +116,60 @@ def test_an_error_does_not_wait_for_the_other_files(
     assert done.returncode == 1
     assert f"weft: error: {MODEL}: {first} is damaged" in done.stderr
     assert not hub.gate.is_set()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("chat", "owner/other"),
+        ("eval", "owner/other"),
+        ("compile", "owner/other", "--for", "v5e:1x1"),
+        ("generate", "--model", "hf://owner/other", "one"),
+        ("batch", "--model", "owner/other", "IN", "-o", "OUT"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_each_command_asks_the_hub(hub: Hub, tmp_path: Path, command: tuple[str, ...]) -> None:
+    files = {"IN": tmp_path / "in.jsonl", "OUT": tmp_path / "out.jsonl"}
+    files["IN"].write_text('{"prompt": "one"}\n')
+    done = weft(hub.environment(tmp_path), *(files.get(each, each) for each in command))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"weft: error: owner/other: there is no such directory, and {hub.url} ")
+
+
+def test_a_chat_a_batch_and_the_settings_of_a_hub_model(hub: Hub, tmp_path: Path) -> None:
+    environment = hub.environment(tmp_path)
+    before = weft(environment, "config", MODEL)
+    assert f"Sampling defaults: {MODEL} is not on this machine yet" in before.stdout, before.stderr
+    chat = weft(environment, "chat", MODEL, "--max-tokens", 2, stdin="hi\n")
+    assert chat.returncode == 0, chat.stderr
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "one", "max_tokens": 2}\n')
+    environment["HF_HUB_OFFLINE"] = "1"
+    batch = weft(environment, "batch", source, "-o", output, "--model", f"hf://{MODEL}@v1")
+    assert batch.returncode == 1
+    assert "owner/name at v1: it is not in the cache, and HF_HUB_OFFLINE is set" in batch.stderr
+    batch = weft(environment, "batch", source, "-o", output, "--model", MODEL)
+    assert batch.returncode == 0, batch.stderr
+    assert '"finish_reason":"length"' in output.read_text()
+    after = weft(environment, "config", "--model", MODEL)
+    assert "Sampling defaults, for requests" in after.stdout, after.stderr
+
+
+def test_a_model_in_a_bucket(checkpoint: Path, tmp_path: Path) -> None:
+    with Storage() as storage:
+        for file in checkpoint.iterdir():
+            storage.objects[f"models/tiny/{file.name}"] = file.read_bytes()
+        variables = ENVIRONMENT | storage.environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+        url = "s3://models/tiny"
+        with start_server(url, tmp_path, environment=variables) as server:
+            assert [each["id"] for each in server.http.get("/v1/models").json()["data"]] == ["tiny"]
+            assert (
+                f"weft downloads {url}, and will answer on {server.url}" in server.log.read_text()
+            )
+    done = weft(variables, "generate", url, "one two", "--max-tokens", 2)
+    assert done.returncode == 0, done.stderr
 
 
 def test_other_commands_take_the_id(hub: Hub, tmp_path: Path) -> None:
