@@ -15,6 +15,7 @@ Writing = Literal["plain", "json"]
 """How a text is written: as it is, or inside the quotes of a JSON string."""
 
 LAST = 0x10FFFF
+BACKSLASH = "\\"
 _ESCAPES = {
     **{ord(char): f"\\{char}" for char in '"\\'},
     **{ord(char): f"\\{name}" for char, name in zip("\b\f\n\r\t", "bfnrt", strict=True)},
@@ -62,22 +63,25 @@ class Characters:
         swapped = (chr(code).swapcase() for code in range(128) if code in self)
         return self | Characters.of("".join(swapped))
 
-    def ebnf(self, writing: Writing) -> str:
-        """Return the expression for one of these characters.
+    def options(self, writing: Writing) -> list[str]:
+        """Return expressions, of which one matches one of these characters.
 
         Raises:
-            RequestError: none of them can be written.
+            RequestError: the set is empty, without surrogates.
         """
         if writing == "plain":
             options = self._class()
         else:
-            escaped = Characters((code, code) for code in _ESCAPES)
-            control = Characters([(0, 0x1F)])
-            options = (self - escaped - control)._class()
-            options += [quoted(text) for code, text in _ESCAPES.items() if code in self]
+            options = (self - _ESCAPED - _CONTROL)._class()
+            if letters := "".join(text[1] for code, text in _ESCAPES.items() if code in self):
+                options.append(f"{quoted(BACKSLASH)} {Characters.of(letters)._class()[0]}")
+            codes = [code for code in range(0x20) if code in self and _is_rare(code)]
+            if codes:
+                digits = " | ".join(quoted(f"{code:02x}") for code in codes)
+                options.append(f"{quoted(BACKSLASH + 'u00')} ({digits})")
         if not options:
-            raise RequestError("it has a set of characters that JSON cannot write")
-        return options[0] if len(options) == 1 else f"({' | '.join(options)})"
+            raise RequestError("it has an empty set of characters")
+        return options
 
     def _class(self) -> list[str]:
         """Return a list with the class of these characters; it is empty if they are none."""
@@ -93,6 +97,10 @@ class Characters:
         if negated and not text:
             return [f"[{_code(0)}-{_code(LAST)}]"]
         return [f"[{'^' if negated else ''}{text}]"]
+
+
+_ESCAPED = Characters((code, code) for code in _ESCAPES)
+_CONTROL = Characters([(0, 0x1F)])
 
 
 def _code(code: int) -> str:
@@ -112,5 +120,14 @@ def _is_plain(char: str) -> bool:
 def literal(text: str, writing: Writing) -> str:
     """Return the expression for a text."""
     if writing == "json":
-        text = "".join(_ESCAPES.get(ord(char), char) for char in text)
+        text = "".join(map(_escaped, text))
     return quoted(text)
+
+
+def _escaped(char: str) -> str:
+    return f"{BACKSLASH}u{ord(char):04x}" if _is_rare(ord(char)) else _ESCAPES.get(ord(char), char)
+
+
+def _is_rare(code: int) -> bool:
+    """Return whether JSON escapes a character by its code only."""
+    return code in _CONTROL and code not in _ESCAPED

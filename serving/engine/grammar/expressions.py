@@ -37,8 +37,34 @@ _BEGINNINGS = (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING)
 _ENDS = (ops.AT_END, ops.AT_END_STRING)
 
 
-def expression_as_ebnf(pattern: str, writing: Writing) -> str:
+class Rules:
+    """Further rules of a grammar.
+
+    Attributes:
+        lines: a line of EBNF for each rule.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def repeated(self, options: list[str]) -> str:
+        """Return the name of a new rule for any number of some options.
+
+        The rule calls itself. xgrammar then knows the allowed tokens in advance, as for a JSON
+        string. For a repeated group it would have to try most tokens, which takes long.
+        """
+        name = f"repeated{len(self.lines)}"
+        self.lines.append(f'{name} ::= "" | {" | ".join(f"{each} {name}" for each in options)}')
+        return name
+
+
+def expression_as_ebnf(pattern: str, writing: Writing, rules: Rules) -> str:
     """Return the EBNF expression for the texts that match a regular expression as a whole.
+
+    Args:
+        pattern: the regular expression.
+        writing: how the text is written.
+        rules: gets the rules that the expression needs.
 
     Raises:
         RequestError: the expression is invalid, or EBNF has nothing like one of its parts.
@@ -52,17 +78,19 @@ def expression_as_ebnf(pattern: str, writing: Writing) -> str:
         nodes = nodes[1:]
     if nodes and nodes[-1][0] is ops.AT and nodes[-1][1] in _ENDS:
         nodes = nodes[:-1]
-    return _Converter(pattern, writing).sequence(nodes, parsed.state.flags)
+    return _Converter(pattern, writing, rules).sequence(nodes, parsed.state.flags)
 
 
 class _Converter:
     """Converts the parts of one expression."""
 
-    def __init__(self, pattern: str, writing: Writing) -> None:
+    def __init__(self, pattern: str, writing: Writing, rules: Rules) -> None:
         self._pattern = pattern
         self._writing: Writing = writing
+        self._rules = rules
 
     def sequence(self, nodes: Any, flags: int) -> str:
+        """Return the expression for some parts in this order."""
         parts: list[str] = []
         text = ""
         for op, value in nodes:
@@ -72,25 +100,42 @@ class _Converter:
             if text:
                 parts.append(literal(text, self._writing))
                 text = ""
-            parts.append(self._node(op, value, flags))
+            if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+                least, most, inner = value
+                parts.append(self._repeat(least, most, inner, flags))
+            else:
+                parts.append(_one_of(self._options(op, value, flags)))
         if text or not parts:
             parts.append(literal(text, self._writing))
         return " ".join(parts)
 
-    def _node(self, op: Any, value: Any, flags: int) -> str:
+    def _repeat(self, least: int, most: Any, inner: Any, flags: int) -> str:
+        options = self._alternatives(inner, flags)
+        one = _one_of(options)
+        if most is not ops.MAXREPEAT:
+            return f"({one}){{{least},{most}}}"
+        any_number = self._rules.repeated(options)
+        return {0: any_number, 1: f"{one} {any_number}"}.get(
+            least, f"({one}){{{least}}} {any_number}"
+        )
+
+    def _alternatives(self, nodes: Any, flags: int) -> list[str]:
+        """Return the options of a part that is alone, or else the sequence."""
+        if len(nodes) == 1 and nodes[0][0] not in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+            op, value = nodes[0]
+            return self._options(op, value, flags)
+        return [self.sequence(nodes, flags)]
+
+    def _options(self, op: Any, value: Any, flags: int) -> list[str]:
         match op:
             case ops.BRANCH:
-                return f"({' | '.join(self.sequence(each, flags) for each in value[1])})"
+                return [self.sequence(each, flags) for each in value[1]]
             case ops.SUBPATTERN:
                 _, added, removed, inner = value
-                return f"({self.sequence(inner, (flags | added) & ~removed)})"
-            case ops.MAX_REPEAT | ops.MIN_REPEAT:
-                least, most, inner = value
-                bound = "" if most is ops.MAXREPEAT else most
-                return f"({self.sequence(inner, flags)}){{{least},{bound}}}"
+                return self._alternatives(inner, (flags | added) & ~removed)
         if op in _NAMES:
             raise RequestError(f"{self._pattern[:80]!r} has {_NAMES[op]}, which is not supported")
-        return self._set(op, value, flags).ebnf(self._writing)
+        return self._set(op, value, flags).options(self._writing)
 
     def _set(self, op: Any, value: Any, flags: int) -> Characters:
         match op:
@@ -113,3 +158,7 @@ class _Converter:
         if kind is ops.CATEGORY:
             return _CATEGORIES[value]
         return Characters([(value, value) if kind is ops.LITERAL else value])
+
+
+def _one_of(options: list[str]) -> str:
+    return options[0] if len(options) == 1 else f"({' | '.join(options)})"

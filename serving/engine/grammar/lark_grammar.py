@@ -1,7 +1,7 @@
 """Converts grammars in Lark's syntax to xgrammar's EBNF, plain or escaped as in JSON.
 
-Lark reads the grammar. A terminal becomes a rule, and so does each rule. Priorities and aliases do
-not matter, because only the set of texts counts.
+Lark reads the grammar. Each use of a terminal becomes an expression of its own, so that xgrammar
+knows what follows it. Priorities and aliases do not matter, because only the set of texts counts.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from weft.errors import RequestError
 from weft.serving.engine.grammar.characters import Writing
-from weft.serving.engine.grammar.expressions import expression_as_ebnf
+from weft.serving.engine.grammar.expressions import Rules, expression_as_ebnf
 
 if TYPE_CHECKING:
+    from lark.grammar import Symbol
     from lark.lexer import TerminalDef
 
 START = "start"
-_IGNORED = "ignored"
 # The end of Lark's own ESCAPED_STRING, and the same without a look-behind.
 _QUOTED, _QUOTED_AGAIN = r'.*?(?<!\\)(\\\\)*?"', r'([^"\\\n]|\\.)*"'
 
@@ -37,28 +37,31 @@ def lark_as_ebnf(definition: str, writing: Writing) -> str:
     except (LarkError, OSError) as error:  # OSError from an import
         raise RequestError(f"it is not a Lark grammar: {_brief(error)}") from None
     names = {symbol: f"rule{i}" for i, symbol in enumerate(dict.fromkeys(r.origin for r in rules))}
-    terms = {each.name: f"terminal{i}" for i, each in enumerate(terminals)}
-    used = {part.name for rule in rules for part in rule.expansion if part.is_term}
-    if missing := used - terms.keys():
-        raise RequestError(f"its terminal {min(missing)} is declared without a definition")
-    skip = f" {_IGNORED}" if ignored else ""
+    definitions = {each.name: each for each in terminals}
+    more = Rules()
+    skip = " ignored" if ignored else ""
+
+    def written(part: Symbol) -> str:
+        if not part.is_term:
+            return names[part]
+        if part.name not in definitions:
+            raise RequestError(f"its terminal {part.name} is declared without a definition")
+        return f"({_terminal(definitions[part.name], writing, more)}){skip}"
+
     bodies: dict[str, list[str]] = {name: [] for name in names.values()}
     for rule in rules:
-        parts = [
-            terms[part.name] + skip if part.is_term else names[part] for part in rule.expansion
-        ]
-        bodies[names[rule.origin]].append(" ".join(parts) or '""')
+        bodies[names[rule.origin]].append(" ".join(map(written, rule.expansion)) or '""')
     lines = [f"root ::={skip} {names[NonTerminal(START)]}"]
     lines += [f"{name} ::= {' | '.join(options)}" for name, options in bodies.items()]
-    lines += [f"{terms[each.name]} ::= {_terminal(each, writing)}" for each in terminals]
     if ignored:
-        lines.append(f"{_IGNORED} ::= ({' | '.join(terms[name] for name in ignored)})*")
-    return "\n".join(lines)
+        unread = [f"({_terminal(definitions[name], writing, more)})" for name in ignored]
+        lines.append(f"ignored ::= {more.repeated(unread)}")
+    return "\n".join([*lines, *more.lines])
 
 
-def _terminal(terminal: TerminalDef, writing: Writing) -> str:
+def _terminal(terminal: TerminalDef, writing: Writing, rules: Rules) -> str:
     pattern = terminal.pattern.to_regexp().replace(_QUOTED, _QUOTED_AGAIN)
-    return expression_as_ebnf(pattern, writing)
+    return expression_as_ebnf(pattern, writing, rules)
 
 
 def _brief(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from weft.errors import RequestError
 from weft.serving.engine.grammar.characters import Writing
-from weft.serving.engine.grammar.expressions import expression_as_ebnf
+from weft.serving.engine.grammar.expressions import Rules, expression_as_ebnf
 from weft.serving.engine.grammar.json_schema import parse, prepare
 from weft.serving.engine.grammar.lark_grammar import lark_as_ebnf
 from weft.serving.engine.sampling_params import Grammar
@@ -105,7 +105,8 @@ def _ebnf(node: Format, place: str) -> str:
 
 
 def _regex_as_ebnf(pattern: str, writing: Writing) -> str:
-    return f"root ::= {expression_as_ebnf(pattern, writing)}"
+    rules = Rules()
+    return "\n".join([f"root ::= {expression_as_ebnf(pattern, writing, rules)}", *rules.lines])
 
 
 _SYNTAXES: dict[Any, Callable[[str, Writing], str]] = {
