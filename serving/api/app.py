@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from weft.serving.api import errors
 from weft.serving.api.admin import documentation, engine_view, health, playground, tokens
+from weft.serving.api.anthropic import batches as message_batches
 from weft.serving.api.anthropic import route as messages
 from weft.serving.api.anthropic.errors import AnthropicErrors
 from weft.serving.api.middleware.access_log import AccessLog
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from weft.serving.api.middleware.tracing import Tracer
 
 # The routes for rows of batches.
-_ROW_ROUTES = (completions.router, chat.router, embeddings.router)
+_ROW_ROUTES = (completions.router, chat.router, embeddings.router, messages.router)
 
 
 def build_app(
@@ -44,7 +45,7 @@ def build_app(
     routes = [
         *_ROW_ROUTES,
         responses.router,
-        messages.router,
+        message_batches.router,
         files.router,
         batches.router,
         tokens.router,

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 from weft.errors import EngineError, RequestError
 from weft.models.checkpoint.locate import model_name
+from weft.serving.api.anthropic.errors import AnthropicErrors
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware.auth import open_paths
 from weft.serving.api.middleware.request_context import RequestContext, heavy
@@ -151,7 +152,7 @@ class ServerState:
         if self._local_api is None:
             from weft.serving.api.app import row_app  # which imports this module
 
-            self._local_api = LocalApi(row_app(self))
+            self._local_api = LocalApi(AnthropicErrors(row_app(self)))
         return await self._local_api.post(path, body, admitted)
 
     def answer_format(self, engine: AsyncEngine) -> AnswerFormat:

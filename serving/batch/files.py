@@ -140,7 +140,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 _ID = "batch_req_"
-SAMPLED = ("/v1/chat/completions", "/v1/completions")
+SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 URLS = (*SAMPLED, "/v1/embeddings")
 
 

@@ -145,7 +145,7 @@ class Job:
             outcome = msgspec.json.decode(body, type=_Outcome)
             file = 0 if status == 200 else len(self._journal.paths) - 1
             answer = Answer(row.index, file, msgspec.json.encode(line) + b"\n")
-            await writer.add(order, Line(answer, status, outcome.usage.completion_tokens))
+            await writer.add(order, Line(answer, status, outcome.usage.tokens))
             if self._alike is not None:
                 self._alike.note(order, outcome.error)
 
@@ -303,7 +303,12 @@ class _ReadAhead:
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
+    completion_tokens: int = 0  # OpenAI's name
+    output_tokens: int = 0  # Anthropic's
+
+    @property
+    def tokens(self) -> int:
+        return self.completion_tokens + self.output_tokens
 
 
 class _Error(msgspec.Struct):

@@ -222,16 +222,43 @@ class Store:
         """Return a batch by its id; RequestError 404 if the owner has no such batch."""
         return msgspec.json.decode(self._get("batch", id, owner)[0], type=BatchObject)
 
-    def batches(self, owner: str, *, after: str | None, limit: int) -> list[BatchObject]:
-        """Return a page of batches, newest first; otherwise the same as `files`."""
+    def batches(
+        self,
+        owner: str,
+        *,
+        after: str | None,
+        limit: int,
+        newest_first: bool = True,
+        kind: str = "",
+    ) -> list[BatchObject]:
+        """Return a page of the batches whose ids begin with `kind`; else the same as `files`."""
+        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         rows = self._db.all(
-            "SELECT body FROM batch WHERE owner = ? AND (? IS NULL OR number < ?) "
-            "ORDER BY number DESC LIMIT ?",
+            f"SELECT body FROM batch WHERE owner = ? AND (? IS NULL OR number {beyond} ?) "
+            f"AND substr(id, 1, length(?)) = ? ORDER BY number {order} LIMIT ?",
             owner,
             *[self._number("batch", after, owner)] * 2,
+            *[kind] * 2,
             limit + 1,
         )
         return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
+
+    def delete_batch(self, id: str, owner: str) -> None:
+        """Delete a batch with its input and output files.
+
+        Raises:
+            RequestError: 404, the owner has no such batch; 409, it has not ended.
+        """
+        batch = self.batch(id, owner)
+        if batch.status in LIVE:
+            raise RequestError(f"batch {id} is {batch.status}; cancel it first", status=409)
+        for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            if isinstance(file, str):
+                with suppress(RequestError):  # it was deleted, or another batch reads it
+                    self.delete_file(file, owner)
+        with self._db.transaction() as db:
+            db.execute("DELETE FROM batch WHERE id = ?", (id,))
+        shutil.rmtree(self.folder / "batches" / id, ignore_errors=True)
 
     def next(self, statuses: Sequence[BatchStatus], skip: Collection[str]) -> BatchObject | None:
         """Return the oldest batch with the first status, else with the next status, and so on.
@@ -396,7 +423,7 @@ def end_batch(store: Store, id: str, journal: Journal | None, ending: Ending) ->
         return replace(
             batch,
             status=status,
-            request_counts=batch.request_counts if journal is None else counts,
+            request_counts=batch.request_counts if journal is None else _all_of(batch, counts),
             output_file_id=ids[0],
             error_file_id=ids[1],
             errors=UNSET if failure is None else BatchErrors([failure]),
@@ -404,3 +431,8 @@ def end_batch(store: Store, id: str, journal: Journal | None, ending: Ending) ->
         )
 
     store.change(id, last, ANYONE, files)
+
+
+def _all_of(batch: BatchObject, counts: RequestCounts) -> RequestCounts:
+    """Return a journal's counts. After an early cancellation it may not know all rows."""
+    return replace(counts, total=max(counts.total, batch.request_counts.total))

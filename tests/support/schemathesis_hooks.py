@@ -30,6 +30,8 @@ BEYOND_SCHEMAS = re.compile(
             # A name that is given elsewhere in the request, or by an earlier one.
             r"tool_choice ((asks for|requires) a call|names) ",
             r"there is no (file|batch) ",
+            r"requests\[\d+\]\.custom_id is .* each must differ",
+            r"give one of after_id and before_id",
             r"the purpose 'batch_output'",
             # Where in a conversation what may be.
             r"messages ends with a message of the assistant (that has a block|whose text ends)",

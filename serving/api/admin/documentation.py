@@ -43,6 +43,9 @@ _STRUCTS = (
     responses_events.InputTokens,
     anthropic_events.MessageOut,
     anthropic_events.TokenCount,
+    anthropic_events.MessageBatch,
+    anthropic_events.MessageBatchList,
+    anthropic_events.MessageBatchDeleted,
     anthropic_events.AnthropicError,
 )
 

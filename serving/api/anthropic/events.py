@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -73,6 +74,93 @@ class TokenCount(Struct):
     """The reply to /v1/messages/count_tokens."""
 
     input_tokens: int
+
+
+class ErrorDetails(Struct):
+    """The error's code, for programs."""
+
+    error_code: str
+
+
+class AnthropicErrorDetail(Struct):
+    """An error's type, message and code."""
+
+    type: str
+    message: str
+    details: ErrorDetails | UnsetType = UNSET
+
+
+class AnthropicError(Struct, tag="error"):
+    """The body of an error response, and the last event of a failed stream."""
+
+    error: AnthropicErrorDetail
+    request_id: str | UnsetType | None = UNSET
+
+
+class BatchCounts(Struct):
+    """Numbers of requests. All are processing until the batch has ended."""
+
+    processing: int = 0
+    succeeded: int = 0
+    errored: int = 0
+    canceled: int = 0
+    expired: int = 0
+
+
+class MessageBatch(Struct, tag="message_batch"):
+    """A batch of Messages; `results_url` is a path on this server."""
+
+    id: str
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: BatchCounts
+    created_at: datetime
+    expires_at: datetime
+    ended_at: datetime | None = None
+    cancel_initiated_at: datetime | None = None
+    archived_at: None = None
+    results_url: str | None = None
+
+
+class MessageBatchList(Struct):
+    """A page of batches, newest first."""
+
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class MessageBatchDeleted(Struct, tag="message_batch_deleted"):
+    """The reply to a deletion."""
+
+    id: str
+
+
+class Succeeded(Struct, tag="succeeded"):
+    """The message that answers a request."""
+
+    message: Raw
+
+
+class Errored(Struct, tag="errored"):
+    """The error that answers a request."""
+
+    error: AnthropicError | Raw
+
+
+class Canceled(Struct, tag="canceled"):
+    """A request that did not run before the batch was cancelled."""
+
+
+class Expired(Struct, tag="expired"):
+    """A request that did not run in time."""
+
+
+class BatchResult(Struct):
+    """A line of a batch's results."""
+
+    custom_id: str
+    result: Succeeded | Errored | Canceled | Expired
 
 
 class MessageStart(Struct, tag="message_start"):
@@ -150,24 +238,3 @@ class Ping(Struct, tag="ping"):
 MessageEvent = (
     MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
 )
-
-
-class ErrorDetails(Struct):
-    """The error's code, for programs."""
-
-    error_code: str
-
-
-class AnthropicErrorDetail(Struct):
-    """An error's type, message and code."""
-
-    type: str
-    message: str
-    details: ErrorDetails | UnsetType = UNSET
-
-
-class AnthropicError(Struct, tag="error"):
-    """The body of an error response, and the last event of a failed stream."""
-
-    error: AnthropicErrorDetail
-    request_id: str | UnsetType | None = UNSET

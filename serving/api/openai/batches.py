@@ -41,7 +41,7 @@ class BatchRequest(Body):
     """POST /v1/batches: each line of the file is a request to the endpoint."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiry | None = None

@@ -54,6 +54,10 @@ _DOCUMENTED: dict[str, Any] = {
                             "maximum": MAX_EXPIRY,
                         },
                     },
+                    "anyOf": [
+                        {"required": [_ANCHOR, _SECONDS]},
+                        {"properties": {_ANCHOR: False, _SECONDS: False}},
+                    ],
                 }
             }
         },
@@ -85,7 +89,7 @@ async def create_file(request: Request, state: State) -> Response:
             file, expiry = _checked(fields), _expiry(fields)
             name = Path(file.filename or "").name or "file.jsonl"
             stored = await asyncio.to_thread(
-                _store, file.file, name, expiry, state.batches, owner()
+                store_upload, file.file, name, expiry, state.batches, owner()
             )
     except OSError as error:
         if not is_transient(error):
@@ -135,10 +139,10 @@ def _expiry(form: dict[str, Any]) -> int | None:
     return int(digits)
 
 
-def _store(
+def store_upload(
     source: BinaryIO, name: str, expiry: int | None, batches: BatchService, owner: str
 ) -> FileObject:
-    """Copy an upload into the store."""
+    """Copy a file of requests into the store; DiskError if the disk is full."""
     store, id = batches.store, new_id("file-")
     path = store.upload_path(id)
     try:
