@@ -17,7 +17,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --const
 
 # Environments of clients that are tested against a server.
 CLIENTS := build/clients
-NPM     := npm install --silent --no-package-lock --no-audit --no-fund
+NPM     := npm install --silent --ignore-scripts --no-package-lock --no-audit --no-fund
 
 # Processes that test: one more than there are cores, for many tests wait. Tests of a file share what
 # it sets up.
