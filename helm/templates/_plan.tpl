@@ -12,7 +12,8 @@ per host and the layout of ranks. Fails and names the value if values are incons
   {{- if not $like -}}
     {{- fail (printf "accelerator.types.%s.like is %q; it must be one of %s" $type $own.like (keys $presets | sortAlpha | join ", ")) -}}
   {{- end -}}
-  {{- $preset = mergeOverwrite (deepCopy $like) (omit $own "like") -}}
+  {{- $preset = deepCopy $like -}}
+  {{- range $field, $value := omit $own "like" }}{{ $preset = set $preset $field $value }}{{ end -}}
 {{- end -}}
 {{- if not $preset -}}
   {{- fail (printf "accelerator.type is %q; it must be a key of accelerator.types or one of %s" $type (keys $presets | sortAlpha | join ", ")) -}}

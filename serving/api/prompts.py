@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weft.errors import RequestError
+
 if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
     from weft.serving.engine.sampling_params import SamplingParams
@@ -51,7 +53,8 @@ class PromptOptions:
             special: the route's default for `add_special_tokens`.
 
         Raises:
-            RequestError: the text is far too long, or it contains half of a surrogate pair.
+            RequestError: the text is far too long, it contains half of a surrogate pair, or
+                `max_tokens` leaves no room for it.
         """
         context, tokenizer = engine.info.max_model_len, engine.tokenizer
         beginning: list[int] = []
@@ -66,7 +69,13 @@ class PromptOptions:
             return ids
         count = self.truncate
         if count == -1:
-            count = max(1, context - (params.max_tokens or 1))
+            count = context - (params.max_tokens or 1)
+            if count < 1:
+                raise RequestError(
+                    f"truncate_prompt_tokens is -1; {params.max_tokens} tokens of output leave no "
+                    f"room for the prompt in the context of {context}: ask for fewer",
+                    param="truncate_prompt_tokens",
+                )
         if len(ids) <= count:
             return ids
         if len(beginning) < count and ids[: len(beginning)] == beginning:

@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -143,7 +142,7 @@ def examine_machine(engine: EngineConfig, models: Collection[str] = ()) -> list[
         _shared_memory(),
         _sockets(),
         _gpu(),
-        *(_model(replace(engine, model=name, revision=None)) for name in others),
+        *(_model(EngineConfig(model=name)) for name in others),
         _model(engine),
     ]
     if engine.world_size > 1:
@@ -353,7 +352,8 @@ def _model(config: EngineConfig) -> Finding:
     """Check a checkpoint's files, tensor names and shapes, without reading the weights."""
     from weft.models.checkpoint.locate import locate, read_spec, remote
     from weft.models.checkpoint.weights import Weights
-    from weft.serving.engine.tokenizer import Tokenizer
+    from weft.serving.engine.generation_config import load_generation_config
+    from weft.serving.engine.tokenizer import load_tokenizer
     from weft.serving.executor.fetch import is_here
 
     try:
@@ -364,13 +364,14 @@ def _model(config: EngineConfig) -> Finding:
         path = locate(config.model, config.revision)
         spec = read_spec(path)
         Weights(path, spec)
-        Tokenizer.load(path)
+        load_tokenizer(config)
+        load_generation_config(config)
     except (ConfigError, ModelError) as error:
         return Finding(
             "model",
             "fail",
             f"{config.model}: {error}",
-            "give the directory of a complete checkpoint",
+            "correct the setting, or give the directory of a complete checkpoint",
         )
     size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1024**2
     return Finding(

@@ -80,16 +80,20 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig:
             )
     content = read_json(path)
     named = {name: content[key] for name, key in FIELDS.items() if content.get(key) is not None}
+    for name, value in named.items():
+        try:
+            msgspec.convert({name: value}, SamplingDefaults)
+        except msgspec.ValidationError as error:
+            kind = "an integer" if "`int" in str(error) else "a number"
+            raise _refused(path, f"{FIELDS[name]} is {value!r:.40}; it must be {kind}") from None
+    defaults = msgspec.convert(named, SamplingDefaults)
     try:
-        defaults = msgspec.convert(named, SamplingDefaults)
         SamplingParams(**msgspec.structs.asdict(defaults))
-    except (msgspec.ValidationError, RequestError) as error:  # a wrong type, or out of range
-        raise ModelError(
-            f"{path}: {_in_file(str(error))}; --generation-config none ignores the file"
-        ) from None
+    except RequestError as error:
+        message = error.message.replace("max_tokens", FIELDS["max_tokens"])
+        raise _refused(path, message) from None
     return GenerationConfig(defaults, source, frozenset(named))
 
 
-def _in_file(message: str) -> str:
-    """Name the field as in the file."""
-    return message.replace("max_tokens", FIELDS["max_tokens"])
+def _refused(path: Path, message: str) -> ModelError:
+    return ModelError(f"{path}: {message}; --generation-config none ignores the file")

@@ -122,7 +122,10 @@ class _Writer:
 
     def _choice(self, part: Answer, logprobs: TextLogprobs, *, first: bool) -> CompletionChoice:
         """Write an answer, or a part."""
-        choice = CompletionChoice(part.index, "", part.finish_reason)
+        reason = part.finish_reason
+        choice = CompletionChoice(
+            part.index, "", "length" if reason and self._only_echo else reason
+        )
         if self._body.logprobs is not None:
             choice.logprobs = CompletionLogprobs([], [], [], [])
         if first and self._body.echo:

@@ -47,6 +47,14 @@ def test_a_torn_checkpoint_fails_and_names_the_file(checkpoint: Path, tmp_path: 
     assert finding.advice
 
 
+@pytest.mark.parametrize("setting", ["chat_template", "generation_config"])
+def test_a_file_that_the_server_could_not_read_fails(checkpoint: Path, setting: str) -> None:
+    engine = EngineConfig(model=str(checkpoint), **{setting: "/absent/file"})
+    models = [each for each in examine(engine, ServerConfig(port=0)) if each.name == "model"]
+    assert [each.status for each in models] == ["ok", "ok", "fail"], models
+    assert f"--{setting.replace('_', '-')} is /absent/file" in models[-1].seen
+
+
 def test_a_port_in_use_fails(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -86,10 +86,11 @@ def test_another_file(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ({"temperature": -1}, "temperature is -1"),
-        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number;"),
+        ({"max_new_tokens": True}, "max_new_tokens is True; it must be an integer;"),
         ({"top_p": 3}, "top_p is 3"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 1.5}, "top_k is 1.5; it must be an integer;"),
     ],
 )
 def test_a_wrong_value_names_the_file_and_the_field(

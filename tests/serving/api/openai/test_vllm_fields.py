@@ -117,6 +117,15 @@ def test_prompt_logprobs_are_those_of_an_echo(http: httpx.Client) -> None:
     ]
 
 
+def test_an_echo_alone_has_no_output_that_could_end_it(http: httpx.Client) -> None:
+    (end,) = tokens(http, prompt="<|im_end|>")
+    fields = {"echo": True, "max_tokens": 0, "allowed_token_ids": [end]}
+    (choice,) = post(http, TEXT, **fields)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
+    *_, last = stream(http, TEXT, **fields)
+    assert last["choices"][0]["finish_reason"] == "length"
+
+
 def test_usage_in_each_event(http: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for path in (CHAT, TEXT):
@@ -153,6 +162,10 @@ def test_a_prompt_beyond_the_context_is_cut_to_fit(http: httpx.Client) -> None:
     answer = post(http, TEXT, prompt=long, truncate_prompt_tokens=-1, max_tokens=3, ignore_eos=True)
     assert answer["usage"]["prompt_tokens"] == context - 3
     assert answer["usage"]["completion_tokens"] == 3
+    for path in (CHAT, TEXT):
+        param, message = refusal(http, path, truncate_prompt_tokens=-1, max_tokens=context)
+        assert param == "truncate_prompt_tokens"
+        assert f"{context} tokens of output leave no room" in message
     echoed = post(http, TEXT, prompt=long, truncate_prompt_tokens=4, echo=True, max_tokens=0)
     assert long.endswith(echoed["choices"][0]["text"])
     assert len(tokens(http, prompt=echoed["choices"][0]["text"])) == 4
