@@ -21,6 +21,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from weft.serving.api.state import ServerState
 
 _HEALTH_PERIOD = 0.2
+_SWITCH_INTERVAL = 0.001
+"""Seconds that a thread keeps the GIL while the event loop wants it; Python's default is 0.005. The
+loop waits this long for each event, while a thread reads a large body."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,7 @@ def serve(
             "opentelemetry-exporter-otlp-proto-http"
         )
     listener = _bind(server_config)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     with contextlib.closing(listener):
         keys, tls = Keyring(server_config), tls_context(server_config)
         server = _Server(engine_config, server_config, runner_factory, listener, keys, tls)

@@ -220,7 +220,7 @@ async def test_a_full_disk_is_waited_for(
         with pytest.raises(DiskError, match="disk is full"):
             await create_many(service, batch)
         transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://a") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             for content in (b"{}\n" * 1000, b""):
                 form: Any = {"files": {"file": ("a", content)}, "data": {"purpose": "batch"}}
                 response = await http.post("/v1/files", **form)

@@ -53,7 +53,7 @@ def test_no_script_of_the_page_parses_html() -> None:
 
 async def test_there_can_be_none() -> None:
     transport = httpx.ASGITransport(build_app(ServerState("m", page=False)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         for path in playground.PATHS:
             assert (await client.get(path)).status_code == 404
         assert (await client.get("/health")).status_code == 200

@@ -469,7 +469,7 @@ async def test_failures_have_the_shape_of_their_route(
     state = ServerState("m", engine=cast(Any, BrokenEngine(failure)))
     app = build_app(state)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://a") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         chat = await http.post("/v1/chat/completions", json=MESSAGES | {"model": "m"})
         message = await http.post("/v1/messages", json=MESSAGES | {"model": "m"})
     assert (chat.status_code, message.status_code) == (status, status)

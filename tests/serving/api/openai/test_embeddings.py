@@ -138,7 +138,7 @@ async def test_a_queue_that_fills_up_meanwhile_refuses_no_input(
                 await asyncio.sleep(0)
 
         transport = httpx.ASGITransport(build_app(ServerState(model="mock", engine=engine)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://a") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             body = {"model": "mock", "input": inputs}
             asking = asyncio.create_task(http.post("/v1/embeddings", json=body))
             while not engine.live:

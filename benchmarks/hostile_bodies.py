@@ -1,0 +1,156 @@
+"""The bodies of hostile.py: each kind could stop a server in its own way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+CHAT, TEXT, RESPONSES, MESSAGES, EMBEDDINGS, DETOKENIZE, TOKENIZE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/detokenize",
+    "/tokenize",
+)
+
+
+@dataclass(frozen=True)
+class Body:
+    """A request's body.
+
+    Attributes:
+        kind: its name in the table.
+        path: the route.
+        data: JSON.
+    """
+
+    kind: str
+    path: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of bodies: the head, many elements with commas, and the tail.
+
+    Attributes:
+        path: the route.
+        head, element, tail: JSON. In an element, ####### becomes its number.
+        most: maximum number of elements.
+        comma: between two elements.
+    """
+
+    path: str
+    head: str
+    element: str
+    tail: str
+    most: int = 1 << 40
+    comma: str = ","
+
+    def body(self, size: int, model: str) -> bytes:
+        """Return a body of up to this many bytes, or with `most` elements."""
+        head = f'{{"model":{json.dumps(model)},{self.head}'.encode()
+        each, comma = self.element.encode(), self.comma.encode()
+        room = size - len(head) - len(self.tail)
+        elements = max(1, min(self.most, room // (len(each) + len(comma))))
+        middle = comma.join([each] * elements)
+        if b"#######" in each:
+            numbers = itertools.count()
+            middle = re.sub(rb"#{7}", lambda _: b"%07d" % next(numbers), middle)
+        return head + middle + self.tail.encode()
+
+
+def _text(path: str, head: str, text: str, tail: str = '"}') -> Kind:
+    return Kind(path, f'{head}"', text * 500, tail, comma="")
+
+
+_HI = '{"role":"user","content":"hi"}'
+_CALL = '{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}'
+_FEW = 30_000  # elements, few enough to be read
+
+KINDS = {
+    "wrong: stop": Kind(TEXT, '"prompt":"a","stop":[', "1", "]}"),
+    "wrong: stop, few": Kind(TEXT, '"prompt":"a","stop":[', "1", "]}", 1_000_000),
+    "wrong: messages": Kind(CHAT, '"messages":[', "0", "]}"),
+    "wrong: messages, few": Kind(CHAT, '"messages":[', "0", "]}", 1_000_000),
+    "wrong: tools": Kind(CHAT, f'"messages":[{_HI}],"tools":[', "1", "]}"),
+    "wrong: metadata, few": Kind(TEXT, '"prompt":"a","metadata":{', '"#######":1', "}}", 100_000),
+    "wrong: tokens": Kind(DETOKENIZE, '"tokens":[', '""', "]}"),
+    "wrong: inputs": Kind(EMBEDDINGS, '"input":[', "0.5", "]}"),
+    "wrong: items, few": Kind(RESPONSES, '"input":[', '{"type":"message"}', "]}", _FEW),
+    "unknown fields": Kind(TEXT, '"prompt":"a",', '"#######":1', "}"),
+    "unknown fields, few": Kind(TEXT, '"prompt":"a",', '"#######":1', "}", 100_000),
+    "deep": Kind(CHAT, '"messages":[', "[" * 199 + "]" * 199, "]}"),
+    "deep, few": Kind(CHAT, '"messages":[', "[" * 190 + "]" * 190, "]}", 150),
+    "wide: empty lists": Kind(CHAT, '"messages":[', "[]", "]}"),
+    "wide: schema, few": Kind(
+        TEXT,
+        '"prompt":"a","guided_json":{"type":"object","properties":{',
+        '"#######":{"type":"string"}',
+        "}}}",
+        _FEW,
+    ),
+    "messages": Kind(CHAT, '"messages":[', _HI, "]}"),
+    "messages, few": Kind(CHAT, '"messages":[', _HI, "]}", _FEW),
+    "parts, few": Kind(
+        CHAT, '"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", _FEW
+    ),
+    "items": Kind(RESPONSES, '"input":[', _HI, "]}"),
+    "items, few": Kind(RESPONSES, '"input":[', _HI, "]}", _FEW),
+    "calls, few": Kind(RESPONSES, '"input":[', _CALL, "]}", 12_000),
+    "Anthropic messages": Kind(MESSAGES, '"max_tokens":9,"messages":[', _HI, "]}"),
+    "Anthropic messages, few": Kind(MESSAGES, '"max_tokens":9,"messages":[', _HI, "]}", _FEW),
+    "tools, few": Kind(
+        CHAT,
+        f'"messages":[{_HI}],"tools":[',
+        '{"type":"function","function":{"name":"f"}}',
+        "]}",
+        _FEW // 2,
+    ),
+    "token ids": Kind(TEXT, '"prompt":[', "1234", "]}"),
+    "token ids, few": Kind(TEXT, '"prompt":[', "1234", "]}", 1_300_000),
+    "token ids to decode, few": Kind(DETOKENIZE, '"tokens":[', "1234", "]}", 1_300_000),
+    "long numbers": Kind(TEXT, '"prompt":[', "9" * 4300, "]}"),
+    "text": _text(TEXT, '"prompt":', "a bcd"),
+    "text of a message": _text(CHAT, '"messages":[{"role":"user","content":', "a bcd", tail='"}]}'),
+    "text of Chinese": _text(TEXT, '"prompt":', "我们"),
+    "text of emoji": _text(TEXT, '"prompt":', "\U0001f600"),
+    "text of escapes": _text(TEXT, '"prompt":', r"\n"),
+    "text of escapes, few": Kind(TEXT, '"prompt":"', r"\u4e2d" * 500, '"}', 4_000, comma=""),
+    "text to count": _text(TOKENIZE, '"prompt":', "a bcd"),
+    "texts to embed": Kind(EMBEDDINGS, '"input":[', f'"{"a b " * 2000}"', "]}", 2048),
+}
+"""Kinds of bodies by name. Where bodies of full size are refused before they are read, a second
+kind has few enough elements to be read: its size is in the table."""
+
+
+def bodies(model: str, size: int) -> list[Body]:
+    """Return one body of each kind, of up to this many bytes."""
+    return [Body(name, kind.path, kind.body(size, model)) for name, kind in KINDS.items()]
+
+
+def small(model: str) -> Body:
+    """Return a usual request."""
+    return _completion("a small request", model)
+
+
+def easy_schema(model: str, kind: str, name: str) -> Body:
+    """Return a request whose schema compiles at once; each name gives another one."""
+    schema = {"type": "object", "properties": {name: {"type": "integer"}}}
+    return _completion(kind, model, guided_json=schema)
+
+
+def hard_schema(model: str, i: int) -> Body:
+    """Return a request whose schema takes seconds to compile; each number gives another one."""
+    pattern = f"[a-z]{{1,{9000 + i}}}x"
+    return _completion("a hard schema", model, guided_json={"type": "string", "pattern": pattern})
+
+
+def _completion(kind: str, model: str, **fields: Any) -> Body:
+    body = {"model": model, "prompt": "a", "max_tokens": 4} | fields
+    return Body(kind, TEXT, json.dumps(body).encode())
