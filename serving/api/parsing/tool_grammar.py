@@ -152,7 +152,9 @@ class _Calls:
         form = self._form
         if form.syntax == "harmony":
             return self._among_messages(tools, several)
-        text: Format = {"type": "any_text", "excludes": [form.mark] if form.mark else []}
+        # If the mark begins with a token, text must not have that token at all.
+        mark = next((token for token in self._tokens if form.mark.startswith(token)), form.mark)
+        text: Format = {"type": "any_text", "excludes": [mark] if mark else []}
         if form.at_start:  # either the whole answer is calls, or it must not begin like a call
             other = sequence(regex(rf"[^\{form.first[0]}<\s]"), text)
             return either(self.several(tools, several), optional(other))
