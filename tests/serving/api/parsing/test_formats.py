@@ -242,3 +242,34 @@ def test_mistrals_newer_format(tokenizer: Tokenizer) -> None:
     assert calls(whole) == CALLS
     for i in range(len(NEWER)):
         assert parsed(tokenizer, "mistral", NEWER[:i], NEWER[i:]) == whole
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "form", "prompt", "opening"),
+    [
+        ("think", "hermes", "Hi.", "<think>"),
+        ("think", "kimi_k2", "Hi.<think>", ""),
+        ("mistral", "mistral", "Hi.", "[THINK]"),
+        ("gemma4", "gemma4", "Hi.", "<|channel>thought\n"),
+        ("openai_gptoss", "openai", "<|start|>assistant", "<|channel|>analysis<|message|>"),
+    ],
+)
+def test_a_thought_before_calls(
+    tokenizer: Tokenizer, reasoning: str, form: str, prompt: str, opening: str
+) -> None:
+    answer = AnswerFormat(tokenizer, form, reasoning)
+    text = f"{opening}hm{REASONING_FORMATS[reasoning].close}{WRITTEN[form]}"
+    forced = answer.after_thought(calls_only(form, TOOLS, several=True, tokens={}), prompt)
+    assert admits(forced, text)
+    assert not admits(forced, text.replace("3", "many", 1))
+
+    def read(*chunks: str) -> Answer:
+        parser = answer.parser(prompt, SCHEMAS)
+        pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+        return Answer(merged([*pieces, *parser.flush()]))
+
+    whole = read(text)
+    assert (whole.reasoning, whole.content, calls(whole)) == ("hm", "", CALLS)
+    assert read(*text) == whole
+    for i in range(len(text)):
+        assert read(text[:i], text[i:]) == whole
