@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from weft.errors import ConfigError
 from weft.serving.config.fields import Setting, settings_of
 from weft.serving.config.settings import EngineConfig, ServerConfig
-from weft.serving.config.vllm_names import ADVICE, weft_arguments
+from weft.serving.config.vllm_names import ADVICE, VALUES, weft_arguments
 
 Config = TypeVar("Config", EngineConfig, ServerConfig)
 
@@ -97,7 +97,7 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineConfig:
 
 def _parse(setting: Setting, raw: Any, source: str) -> Any:
     if isinstance(raw, str):
-        return setting.parse(raw, source)
+        return setting.parse(VALUES.get(setting.name, {}).get(raw, raw), source)
     setting.check(raw, source)
     return raw
 

@@ -32,6 +32,15 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Setting -> other flags for it. A flag after a slash turns the setting off."""
 
+VALUES: dict[str, dict[str, str]] = {
+    "tool_parser": {"llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder"},
+    "reasoning_parser": dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "glm45", "holo2", "kimi_k2", "minimax_m2", "olmo3", "qwen3"),
+        "think",
+    ),
+}
+"""Setting -> vLLM's names for its values."""
+
 NO_OPS = (
     "--enable-auto-tool-choice",
     "--enable-reasoning",

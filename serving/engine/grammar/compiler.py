@@ -38,8 +38,6 @@ MAX_DEATHS = 2
 """Number of processes that may die over one grammar before the grammar is rejected."""
 LANES = (0.005, 0.02, 0.1, 1.0)
 """Processor time in each lane, as a part of `--grammar-timeout`."""
-NICE = 5
-"""Reduction of the priority from one lane to the next."""
 PATIENCE = 2.0
 """Time that a request waits for its grammar, in units of `--grammar-timeout`."""
 SHARE = 4
@@ -185,10 +183,10 @@ class GrammarCompiler:
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         elif self._process is not None:
-            for i, lane in enumerate(self._lanes):
+            for lane in self._lanes:
                 if (job := lane.take()) is not None:
                     job.number = next(self._numbers)
-                    self._send(Start(job.number, job.grammar, lane.seconds, i * NICE))
+                    self._send(Start(job.number, job.grammar, lane.seconds))
 
     async def _serve(self) -> None:
         """Run the process, and another if it dies, while there are jobs."""

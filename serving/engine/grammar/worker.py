@@ -112,7 +112,6 @@ class Worker:
         status = 1
         try:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            os.nice(order.nice)
             resource.setrlimit(resource.RLIMIT_AS, (self._memory, self._memory))
             signal.setitimer(signal.ITIMER_PROF, max(order.seconds, MIN_SECONDS))
             answer = self._compiler.compile(order.grammar)

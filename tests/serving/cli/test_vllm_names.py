@@ -11,8 +11,8 @@ import pytest
 from weft.errors import ConfigError
 from weft.serving.cli.main import weft
 from weft.serving.config.settings import EngineConfig
-from weft.serving.config.sources import SETTINGS, from_arguments
-from weft.serving.config.vllm_names import ADVICE, ALIASES, NO_OPS
+from weft.serving.config.sources import SETTINGS, from_arguments, resolve
+from weft.serving.config.vllm_names import ADVICE, ALIASES, NO_OPS, VALUES
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "coming-from-vllm.md"
 
@@ -90,6 +90,15 @@ def test_python_takes_vllm_s_names() -> None:
         from_arguments({"enable_chunked_prefill": False})
     with pytest.raises(ConfigError, match="no setting 'trust_remote_code': weft never runs code"):
         from_arguments({"trust_remote_code": True})
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_s_other_name_means_the_same(name: str) -> None:
+    for alias, value in VALUES[name].items():
+        assert resolve({name: alias}, {})[name].value == value
+        assert resolve({}, {f"WEFT_{name.upper()}": alias})[name].value == value
+        with pytest.raises(ConfigError, match="must be one of auto, none"):
+            resolve({name: alias + "x"}, {})
 
 
 def test_each_flag_of_the_document_is_known() -> None:
