@@ -8,12 +8,19 @@ import re
 from weft.serving.api.parsing.tool_grammar import INPUT
 
 _OPENING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-# Whole characters and escapes. The halves of a surrogate pair stay together.
+# Whole characters and escapes, so that the result does not depend on where the text is cut. The
+# halves of a surrogate pair stay together. Escapes that JSON does not have are read, too.
+_HEX = "[0-9a-fA-F]"
 _TEXT = re.compile(
-    r'(?:[^"\\]|\\(?!u).|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*",
-    re.DOTALL,
+    r'(?:[^"\\]'
+    r"|\\[^u]"
+    rf"|\\u(?![dD][89abAB]){_HEX}{{4}}"
+    rf"|\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
+    rf"|\\u[dD][89abAB]{_HEX}{{2}}(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])"
+    rf"|\\u(?={_HEX}{{0,3}}[^0-9a-fA-F]))*"
 )
+_ESCAPE = re.compile(rf"((?:\\u{_HEX}{{4}})+)|\\(.)", re.DOTALL)
+_LETTERS = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
 class ToolInput:
@@ -47,8 +54,9 @@ class ToolInput:
 
 
 def _unescaped(text: str) -> str:
-    try:
-        found: str = json.loads(f'"{text}"', strict=False)
-    except ValueError:  # an escape that JSON does not have
-        return text
-    return found.encode("utf-8", "replace").decode()
+    return _ESCAPE.sub(_character, text).encode("utf-8", "replace").decode()
+
+
+def _character(escape: re.Match[str]) -> str:
+    codes, letter = escape.groups()
+    return _LETTERS.get(letter, letter) if codes is None else str(json.loads(f'"{codes}"'))

@@ -88,6 +88,7 @@ HALVES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": HALF}, "prompt"),
     ("/v1/embeddings", {"input": ["a", HALF]}, "input[1]"),
     ("/v1/responses", {"input": "hi", "metadata": {"a": HALF}}, "metadata.a"),
+    ("/v1/responses/input_tokens", {"input": HALF}, "input"),
     ("/v1/messages", {"messages": USE}, "messages[1].content[0].input.a"),
     ("/v1/messages/count_tokens", {"messages": USE}, "messages[1].content[0].input.a"),
     ("/v1/batches", {"metadata": {"a": HALF}}, "metadata.a"),

@@ -124,6 +124,10 @@ def test_every_format_holds_the_grammar_and_gives_the_text_back(name: str, marks
         ('{"input": "cut o', "cut o"),
         ('{"input": "cut\\u00', "cut"),
         ('{"input": "a"} and more "text"', "a"),
+        (
+            '{"input": "\\\\d \\d \\ud83dx\\ud83d\\n\\udc00\\ud83d\\u0041 \\u00zz"}',
+            "\\d d ?x?\n??A u00zz",
+        ),
         ('{"patch": "a"}', '{"patch": "a"}'),
         ("plain", "plain"),
         ("", ""),

@@ -17,8 +17,10 @@ from weft.errors import EngineError, RequestError
 from weft.serving.api.generation import Generation
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.responses.requests import ResponsesRequest
+from weft.serving.api.responses.store import ResponseStore
 from weft.serving.api.responses.turn import Turn
 from weft.serving.api.responses.writer import Writer
+from weft.serving.engine.chat_templates import Thinking
 from weft.serving.engine.sampling_params import NEUTRAL, SamplingParams
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -218,6 +220,20 @@ def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any
     response = echo.http.post("/v1/responses", json={"model": "echo", "input": "a"} | fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thinking"),
+    [
+        (None, Thinking(None, None, "reasoning.effort")),
+        ({"effort": None}, Thinking(None, None, "reasoning.effort")),
+        ({"effort": "none"}, Thinking(False, None, "reasoning.effort")),
+        ({"effort": "high", "summary": "auto"}, Thinking(True, "high", "reasoning.effort")),
+    ],
+)
+def test_the_effort_is_the_chats(reasoning: Any, thinking: Thinking) -> None:
+    body = ResponsesRequest.model_validate({"input": "hi", "reasoning": reasoning})
+    assert Turn(body, ResponseStore(0), "").conversation().thinking == thinking
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,28 @@ WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "stric
 GROUP = {"type": "namespace", "name": "mcp__maps", "description": "Maps.", "tools": [WEATHER]}
 SHELL = {"type": "custom", "name": "shell", "description": "Runs a command."}
 VERSION = {"type": "grammar", "syntax": "regex", "definition": r'v\d{1,3}\.\d{1,3}"\n'}
+PATCH_GRAMMAR = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+PATCH = "*** Begin Patch\n*** Update File: é.py\n@@ f\n-\"a\"\n+\t'b'\n*** End Patch"
 WORDS = {
     "type": "grammar",
     "syntax": "lark",
@@ -98,6 +120,21 @@ def test_the_grammar_of_a_text_holds(
         )
         (call,) = [item for item in answer.output if item.type == "custom_tool_call"]
         assert re.fullmatch(pattern, call.input)
+
+
+def test_a_patch(echo: Server) -> None:
+    """The grammar of a coding agent, beside its other tools."""
+    form = {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR}
+    tools = [SHELL | {"name": "apply_patch", "format": form}, WEATHER, GROUP]
+    text = f"<think>hm</think>I edit.\n{called('apply_patch', {'input': PATCH})}"
+    _, _, call = post(echo, input=text, tools=tools)["output"]
+    assert call["input"] == PATCH
+    # The model that echoes writes against the grammar, which ends its answer.
+    bad = called("apply_patch", {"input": PATCH.replace("*** End", "*** And")})
+    body = {"model": "echo", "input": bad, "tools": tools}
+    response = echo.http.post("/v1/responses", json=body)
+    assert response.status_code == 400
+    assert "does not follow in the grammar" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
