@@ -69,8 +69,8 @@ def _turns(body: CountRequest, templates: ChatTemplates) -> Iterator[tuple[str, 
 
     Many templates take a system message only at the start. For them, a later one is the user's.
     """
-    system = [block for block in body.system or () if not block.text.startswith(_BILLING)]
-    if system:
+    texts = [block for block in body.system or () if block.text]
+    if system := [block for block in texts if not block.text.startswith(_BILLING)]:
         yield "system", system
     of_users = [i for i, message in enumerate(body.messages) if message.role == "user"]
     for i, message in enumerate(body.messages):

@@ -91,6 +91,11 @@ HALVES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses/input_tokens", {"input": HALF}, "input"),
     ("/v1/messages", {"messages": USE}, "messages[1].content[0].input.a"),
     ("/v1/messages/count_tokens", {"messages": USE}, "messages[1].content[0].input.a"),
+    (
+        "/v1/messages/batches",
+        {"requests": [{"custom_id": "a", "params": {"a": HALF}}]},
+        "requests[0].params.a",
+    ),
     ("/v1/batches", {"metadata": {"a": HALF}}, "metadata.a"),
     ("/tokenize", {"prompt": HALF}, "prompt"),
     ("/detokenize", {HALF: 1}, "the body"),

@@ -61,12 +61,13 @@ LINES: list[tuple[dict[str, Any] | str | bytes, str | None]] = [
     (request("g", prompt="one", model="other"), "there is no model 'other'"),
     (request("h", prompt="one", temperature=7), "temperature is 7.0; it must be in [0.0, 2.0]"),
     ({"prompt": "one", "frobnicate": 1}, "frobnicate is not a field"),
-    ({"prompt": "the weather " * 1000}, "the context is 512"),
+    ({"prompt": "the weather " * 1000}, "the maximum is 512"),
     ({"prompt": "\ud800"}, "line 19 is not JSON"),
     (b'{"prompt": "\xff"}', "line 20 is not JSON"),
     ({"prompt": "one", "n": 4}, "this server has room for 3"),
     ({"messages": [*HELLO, DEEP], "max_tokens": 4, "temperature": 0}, None),
     (request("i", "/v1/embeddings", input=["one", "two three"]), None),
+    (request("j", "/v1/messages", messages=HELLO, max_tokens=4, temperature=0), None),
 ]
 
 
@@ -116,7 +117,7 @@ def test_mixed_file_and_resumption(
     assert run(engine_config, ServerConfig(), [source], output) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 7} of them errors, ")
+    assert captured.err.startswith(f"batch: {len(LINES)} rows, {len(LINES) - 8} of them errors, ")
     lines = read(output)
     assert list(lines) == list(range(len(LINES)))
     for (_, message), line in zip(LINES, lines.values(), strict=True):

@@ -99,7 +99,7 @@ def test_structured_output(demo: openai.OpenAI) -> None:
         bright: bool
 
     url = str(demo.base_url).removesuffix("/v1/")
-    asked: Any = {"model": "weft-demo", "max_tokens": 60}
+    asked: Any = {"model": "weft-demo", "max_tokens": 300, "extra_body": {"temperature": 0}}
     asked["messages"] = [{"role": "user", "content": "Which colour?"}]
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         parsed = client.messages.parse(**asked, output_format=Answer)
@@ -111,11 +111,9 @@ def test_structured_output(demo: openai.OpenAI) -> None:
         assert isinstance(streamed.parsed_output, Answer)
         beta = client.beta.messages.parse(**asked, output_format=Answer)
         assert isinstance(beta.parsed_output, Answer)
-        older = client.messages.create(
-            **asked,
-            extra_body={"output_format": {"type": "json_schema", "schema": {"type": "boolean"}}},
-        )
-        (text,) = older.content
+        older = {"output_format": {"type": "json_schema", "schema": {"type": "boolean"}}}
+        asked["extra_body"] |= older
+        (text,) = client.messages.create(**asked).content
         assert text.type == "text"
         assert json.loads(text.text) in (True, False)
 
@@ -126,10 +124,11 @@ CACHED = {"type": "ephemeral", "ttl": "1h", "scope": "global"}
 HEADERS = {
     "anthropic-version": "2023-06-01",
     "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,"
-    "context-management-2025-06-27,prompt-caching-scope-2026-01-05,effort-2025-11-24",
+    "thinking-token-count-2026-05-13,context-management-2025-06-27,"
+    "prompt-caching-scope-2026-01-05,mid-conversation-system-2026-04-07,effort-2025-11-24",
     "anthropic-dangerous-direct-browser-access": "true",
     "authorization": "Bearer none",
-    "user-agent": "claude-cli/2.1.154 (external, cli)",
+    "user-agent": "claude-cli/2.1.197 (external, sdk-cli)",
     "x-app": "cli",
     "x-stainless-lang": "js",
 }
@@ -161,7 +160,7 @@ TOOLS = [
 
 
 def claude_code(messages: list[Any], **fields: Any) -> dict[str, Any]:
-    """A request of Claude Code 2.1, shortened."""
+    """A request of Claude Code 2.1.197, shortened, with fields of other versions."""
     return {
         "model": "echo",
         "max_tokens": 3000,
@@ -210,6 +209,7 @@ def turn(echo: Server, messages: list[Any], **fields: Any) -> dict[str, Any]:
 
 
 def test_a_conversation_of_claude_code(echo: Server) -> None:
+    assert echo.http.head("/", headers=HEADERS).status_code == 200
     quota: dict[str, Any] = {"role": "user", "content": "quota"}
     probe = {"model": "echo", "max_tokens": 1, "messages": [quota], "metadata": {"user_id": "u"}}
     assert echo.http.post("/v1/messages?beta=true", json=probe, headers=HEADERS).status_code == 200

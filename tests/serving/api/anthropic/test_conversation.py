@@ -54,7 +54,8 @@ def test_system_texts() -> None:
     billing = "x-anthropic-billing-header: cc_version=2.1; cch=fa690;"
     system = said("system", billing, "be brief", {"type": "text", "text": "and kind"})["content"]
     assert seen([USER], system=system) == "[system]be brief\nand kind[user]hi"
-    assert seen([USER], system=[system[0]]) == seen([USER], system=None) == "[user]hi"
+    for nothing in ("", [], [system[0]], None):
+        assert seen([USER], system=nothing) == "[user]hi"
 
 
 def test_neighbouring_messages_of_one_role_are_one_turn() -> None:
