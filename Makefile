@@ -37,7 +37,7 @@ help: ## list the targets
 serve: $(VENV)/.serve ## serve the bundled model on http://127.0.0.1:8000 (MODEL=, HOST=, PORT=, TORCH_INDEX=)
 	$(BIN)/weft serve $(MODEL) $(HOST:%=--host %) $(PORT:%=--port %)
 
-test: $(VENV)/.dev $(if $(shell command -v npm),$(CLIENTS)/node/.installed) ## run the tests
+test: $(VENV)/.dev $(if $(shell command -v npm 2>/dev/null),$(CLIENTS)/node/.installed) ## run the tests
 	$(PYTEST) -m "not slow"
 
 # Files that start no server and interpret no kernel.

@@ -38,6 +38,7 @@ async def ready(state: State) -> Response:
     return Response(msgspec.json.encode(Status(state.status)), code, media_type="application/json")
 
 
+@router.head("/metrics", include_in_schema=False)  # load generators look for it
 @router.get("/metrics", **returns(None, media_type="text/plain"))
 async def metrics(state: State) -> Response:
     """Return the metrics in Prometheus' text format."""

@@ -33,6 +33,11 @@ def test_monitors_may_ask_for_the_head_alone(http: httpx.Client, path: str) -> N
     assert head.headers["content-length"] == str(len(whole.content))
 
 
+def test_load_generators_may_look_for_metrics(http: httpx.Client) -> None:
+    head = http.head("/metrics")
+    assert (head.status_code, head.content) == (200, b"")
+
+
 def test_metrics(server: Server, http: httpx.Client) -> None:
     def count(name: str) -> float:
         return server.metric(name)

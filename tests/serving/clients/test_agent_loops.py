@@ -11,7 +11,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from anthropic import beta_tool
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -115,20 +114,27 @@ def test_vllm_s_switch(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("question", [QUESTION, PARALLEL])
+@pytest.mark.parametrize("effort", ["none", "high"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_responses_of_openai(client: openai.OpenAI, question: str, streaming: bool) -> None:
+def test_responses_of_openai(
+    client: openai.OpenAI, question: str, effort: str, streaming: bool
+) -> None:
     """The output goes back unchanged: thoughts, texts and calls."""
     tools: Any = [{"type": "function"} | each | {"strict": False} for each in FUNCTIONS]
     items: list[Any] = [{"role": "user", "content": question}]
     for _ in range(MAX_TURNS):
-        ask: Any = {"model": "scripted", "input": items, "tools": tools}
+        ask: Any = {
+            "model": "scripted",
+            "input": items,
+            "tools": tools,
+            "reasoning": {"effort": effort},
+        }
         if streaming:
             with client.responses.stream(**ask) as events:
                 answer: Any = events.get_final_response()
         else:
             answer = client.responses.create(**ask)
-        thought, *_ = answer.output
-        assert thought.type == "reasoning"
+        assert (answer.output[0].type == "reasoning") is (effort == "high")
         items += answer.output
         calls = [item for item in answer.output if item.type == "function_call"]
         if not calls:
@@ -141,17 +147,22 @@ def test_responses_of_openai(client: openai.OpenAI, question: str, streaming: bo
 
 
 @pytest.mark.parametrize("question", [QUESTION, PARALLEL])
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_messages_of_anthropic(claude: anthropic.Anthropic, question: str, streaming: bool) -> None:
+def test_messages_of_anthropic(
+    claude: anthropic.Anthropic, question: str, thinking: str, streaming: bool
+) -> None:
     """The blocks go back unchanged, the results in one message."""
     tools: Any = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
+    budget = {"budget_tokens": 1024} if thinking == "enabled" else {}
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(MAX_TURNS):
         ask: Any = {
             "model": "scripted",
-            "max_tokens": 500,
+            "max_tokens": 2000,
             "messages": messages,
             "tools": tools,
+            "thinking": {"type": thinking} | budget,
         }
         if streaming:
             with claude.messages.stream(**ask) as events:
@@ -172,39 +183,9 @@ def test_messages_of_anthropic(claude: anthropic.Anthropic, question: str, strea
             for call in calls
         ]
         messages.append({"role": "user", "content": results})
-    thought, text = answer.content
-    assert thought.thinking == THOUGHT
+    *thoughts, text = answer.content
+    assert [block.thinking for block in thoughts] == [THOUGHT] * (thinking == "enabled")
     assert text.text == (ANSWER if question == QUESTION else BOTH)
-
-
-@beta_tool(name="multiply")
-def multiply_(a: int, b: int) -> str:
-    """Multiply two numbers."""
-    return str(a * b)
-
-
-@beta_tool(name="add")
-def add_(a: int, b: int) -> str:
-    """Add two numbers."""
-    return str(a + b)
-
-
-@pytest.mark.parametrize("question", [QUESTION, PARALLEL])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_tool_runner_of_anthropic(
-    claude: anthropic.Anthropic, question: str, streaming: bool
-) -> None:
-    runner: Any = claude.beta.messages.tool_runner(
-        model="scripted",
-        max_tokens=500,
-        messages=[{"role": "user", "content": question}],
-        tools=[multiply_, add_],
-        max_iterations=MAX_TURNS,
-        stream=streaming,
-    )
-    answer = runner.until_done()
-    assert answer.stop_reason == "end_turn"
-    assert answer.content[-1].text == (ANSWER if question == QUESTION else BOTH)
 
 
 @tool
