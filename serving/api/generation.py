@@ -206,6 +206,11 @@ class Generation:
         await self._run(take)
         return [self._parse(i, joined(deltas)) for i, deltas in enumerate(parts)]
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens in the prompts of all answers."""
+        return self._n * sum(len(each.prompt_token_ids) for each in self._requests)
+
     def usage(self) -> CompletionUsage:
         """Count the tokens so far."""
         prompt_tokens = sum(len(each.prompt_token_ids) for each in self._requests)

@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from weft.errors import RequestError
 from weft.serving.api.openai.replies import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -20,6 +21,27 @@ if TYPE_CHECKING:
     from weft.serving.engine.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity
+MAX_SCORES = 1 << 19
+"""Maximum log probabilities of prompts in one request."""
+
+
+def check_scores(tokens: int, top: int, param: str) -> None:
+    """Refuse log probabilities of prompts that would take too much time and memory.
+
+    Args:
+        tokens: number of prompt tokens, for each answer.
+        top: number of most likely tokens, besides the prompt's own.
+        param: the request's field, for the error.
+
+    Raises:
+        RequestError: there are more than `MAX_SCORES`.
+    """
+    if (count := tokens * (top + 1)) > MAX_SCORES:
+        raise RequestError(
+            f"{param} is {top}; for {tokens:,} tokens in the prompts of all answers these are "
+            f"{count:,} log probabilities: ask for at most {MAX_SCORES:,} in one request",
+            param=param,
+        )
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:

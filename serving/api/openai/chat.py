@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +15,7 @@ from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.conversation import Conversation, text_of
 from weft.serving.api.generation import Generation
-from weft.serving.api.logprobs import chat_logprobs, prompt_logprobs
+from weft.serving.api.logprobs import chat_logprobs, check_scores, prompt_logprobs
 from weft.serving.api.openai.replies import (
     CalledFunction,
     ChatChoice,
@@ -53,11 +54,13 @@ async def create_chat_completion(request: Request, body: ChatRequest, state: Sta
         body.priority or 0,
         body.prompt_options,
     )
+    if body.prompt_logprobs is not None:
+        check_scores(generation.prompt_tokens, body.prompt_logprobs, "prompt_logprobs")
     writer = _Writer(body, state.model, generation, state.answer_format(engine))
     if body.stream:
         return await EventStream.start(request, writer.events())
     completion = await cancel_on_disconnect(request.receive, writer.whole())
-    return Response(msgspec.json.encode(completion), media_type="application/json")
+    return Response(completion, media_type="application/json")
 
 
 def _conversation(body: ChatRequest) -> Conversation:
@@ -99,9 +102,14 @@ class _Writer:
         last = body.messages[-1]
         self._echo = text_of(last) if body.echo and last.role == "assistant" else ""
 
-    async def whole(self) -> ChatCompletion:
-        """Return all answers in one response."""
+    async def whole(self) -> bytes:
+        """Return all answers in one response, as JSON."""
         answers = await self._generation.collect()
+        if not self._body.logprobs and self._body.prompt_logprobs is None:
+            return self._written(answers)
+        return await asyncio.to_thread(self._written, answers)  # there may be very many
+
+    def _written(self, answers: Sequence[Answer]) -> bytes:
         choices = [
             ChatChoice(
                 index=answer.index,
@@ -123,7 +131,7 @@ class _Writer:
         if (top := self._body.prompt_logprobs) is not None:
             scores = answers[0].prompt_logprobs or ()
             completion.prompt_logprobs = prompt_logprobs(self._format.tokenizer, scores, top)
-        return completion
+        return msgspec.json.encode(completion)
 
     def _message(self, answer: Answer) -> ChatMessage:
         calls, reasoning = answer.calls, answer.reasoning

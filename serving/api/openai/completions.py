@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
 from weft.serving.api.generation import Generation
-from weft.serving.api.logprobs import TextLogprobs, joined, prompt_logprobs
+from weft.serving.api.logprobs import TextLogprobs, check_scores, joined, prompt_logprobs
 from weft.serving.api.openai.replies import (
     Completion,
     CompletionChoice,
@@ -46,11 +47,14 @@ async def create_completion(request: Request, body: CompletionRequest, state: St
         body.priority or 0,
         body.prompt_options,
     )
+    if (top := _prompt_logprobs(body)) is not None:
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        check_scores(generation.prompt_tokens, top, field)
     writer = _Writer(body, state.model, engine.tokenizer, generation)
     if body.stream:
         return await EventStream.start(request, writer.events())
     completion = await cancel_on_disconnect(request.receive, writer.whole())
-    return Response(msgspec.json.encode(completion), media_type="application/json")
+    return Response(completion, media_type="application/json")
 
 
 def _params(body: CompletionRequest, engine: AsyncEngine) -> SamplingParams:
@@ -90,13 +94,16 @@ class _Writer:
         self._only_echo = _only_echo(body)
         self._head = Completion(id=new_id("cmpl"), created=now(), model=model, choices=[])
 
-    async def whole(self) -> Completion:
-        """Return all answers in one response."""
-        choices = [
-            self._choice(answer, self._logprobs(), first=True)
-            for answer in await self._generation.collect()
-        ]
-        return replace(self._head, choices=choices, usage=self._usage())
+    async def whole(self) -> bytes:
+        """Return all answers in one response, as JSON."""
+        answers = await self._generation.collect()
+        if self._body.logprobs is None and self._body.prompt_logprobs is None:
+            return self._written(answers)
+        return await asyncio.to_thread(self._written, answers)  # there may be very many
+
+    def _written(self, answers: Sequence[Answer]) -> bytes:
+        choices = [self._choice(answer, self._logprobs(), first=True) for answer in answers]
+        return msgspec.json.encode(replace(self._head, choices=choices, usage=self._usage()))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answers in parts; an echoed prompt is in its answer's first part."""

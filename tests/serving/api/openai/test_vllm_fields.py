@@ -357,6 +357,23 @@ def test_pairs_that_do_not_go_together(http: httpx.Client) -> None:
     assert post(http, TEXT, best_of=3, n=3)["choices"][2]
 
 
+def test_very_many_log_probabilities_of_prompts(http: httpx.Client) -> None:
+    """They are refused before anything is computed; the error names the field that asked."""
+    many: dict[str, Any] = {"n": 128, "prompt": [1] * 200}
+    for fields in (
+        {"prompt_logprobs": 20},
+        {"prompt_logprobs": 20, "logprobs": 1, "echo": True},
+        {"logprobs": 20, "echo": True},
+        {"logprobs": 20, "echo": True, "stream": True},
+    ):
+        param, message = refusal(http, TEXT, **many, **fields)
+        assert param == next(iter(fields))
+        assert message.startswith(f"{param} is 20; for 25,600 tokens ")
+        assert "537,600 log probabilities" in message
+    chat = {"messages": [said("a" * 200)], "n": 128, "prompt_logprobs": 20}
+    assert refusal(http, CHAT, **chat)[0] == "prompt_logprobs"
+
+
 def test_many_bad_words(http: httpx.Client) -> None:
     words = [f"{i}w" for i in range(256)]
     assert post(http, TEXT, bad_words=words)["choices"]
