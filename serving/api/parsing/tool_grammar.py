@@ -173,8 +173,8 @@ class _Calls:
         form = self._form
         if form.syntax == "harmony":
             return self._among_messages(tools, several)
-        # If the mark has a token in it, text must not have that token at all: xgrammar takes a token
-        # for text unless its own text is excluded.
+        # If the mark contains a token, text must not have that token at all: xgrammar takes a
+        # token for text unless its own text is excluded.
         mark = next((token for token in self._tokens if token in form.mark), form.mark)
         text: Format = {"type": "any_text", "excludes": [mark] if mark else []}
         if form.at_start:  # either the whole answer is calls, or it must not begin like a call
