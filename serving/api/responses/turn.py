@@ -8,7 +8,14 @@ from typing import Any
 from weft.errors import RequestError
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.openai.requests import Message
-from weft.serving.api.responses.items import ITEMS, InputItem, messages_of, named, text_part
+from weft.serving.api.responses.items import (
+    ITEMS,
+    InputItem,
+    messages_of,
+    named,
+    references,
+    text_part,
+)
 from weft.serving.api.responses.requests import InputTokensRequest
 from weft.serving.api.responses.store import ResponseStore, Stored
 from weft.serving.api.responses.tools import Toolbox
@@ -26,7 +33,7 @@ class Turn:
         owner: see above.
         toolbox: the request's tools.
         items: JSON of the list of all items that the model sees, once there is a conversation.
-        ids: the ids of these items.
+        ids: the ids by which clients may refer to these items.
 
     Raises:
         RequestError: the request refers to a response or an item that is not stored, or two tools
@@ -70,7 +77,7 @@ class Turn:
         if not messages:
             raise RequestError("input has no item that the model could see", param="input")
         self.items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
-        self.ids = tuple(item.id for item in items if item.id is not None)
+        self.ids = references(items)
         return Conversation(
             messages,
             self.toolbox.functions,
