@@ -31,18 +31,17 @@ class Turn:
 
     Attributes:
         owner: see above.
-        toolbox: the request's tools.
-        items: JSON of the list of all items that the model sees, once there is a conversation.
+        toolbox: the request's tools, once there is a conversation.
+        items: JSON of the list of all items that the model sees, then too.
         ids: the ids by which clients may refer to these items.
 
     Raises:
-        RequestError: the request refers to a response or an item that is not stored, or two tools
-            have one name.
+        RequestError: the request refers to a response or an item that is not stored.
     """
 
     def __init__(self, body: InputTokensRequest, store: ResponseStore, owner: str) -> None:
         self.owner = owner
-        self.toolbox = Toolbox(body.tools or ())
+        self.toolbox: Toolbox
         self.items = b""
         self.ids: tuple[str, ...] = ()
         self._body = body
@@ -67,10 +66,11 @@ class Turn:
         """Return the conversation; this takes long if the conversation is long.
 
         Raises:
-            RequestError: no item is for the model, an item is invalid, or the tools and the choice
-                contradict each other.
+            RequestError: no item is for the model, an item is invalid, two tools have one name, or
+                the tools and the choice contradict each other.
         """
         body = self._body
+        self.toolbox = Toolbox(body.tools or ())
         items = named(self._all_items())
         messages = [] if body.instructions is None else [_system(body.instructions)]
         messages += messages_of(items, self.toolbox)
