@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from weft.errors import RequestError
@@ -62,22 +63,35 @@ class Turn:
             if item.type == "item_reference" and item.id is not None
         }
 
-    def conversation(self) -> Conversation:
+    def conversation(self, fits: Callable[[Conversation], bool]) -> Conversation:
         """Return the conversation; this takes long if the conversation is long.
+
+        Args:
+            fits: returns whether a conversation fits into the model's context. If the request asks
+                for truncation, its oldest turns are left out until the rest fits.
 
         Raises:
             RequestError: no item is for the model, an item is invalid, two tools have one name, or
                 the tools and the choice contradict each other.
         """
-        body = self._body
-        self.toolbox = Toolbox(body.tools or ())
+        self.toolbox = Toolbox(self._body.tools or ())
         items = named(self._all_items())
+        conversation = self._of(items)
+        if self._body.truncation == "auto" and not fits(conversation):
+            turns = [i for i, item in enumerate(items) if item.role == "user"] or [0]
+            place = bisect_left(turns, True, key=lambda i: fits(self._of(_since(items, i))))
+            items = _since(items, turns[min(place, len(turns) - 1)])
+            conversation = self._of(items)
+        self.items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
+        self.ids = references(items)
+        return conversation
+
+    def _of(self, items: Sequence[InputItem]) -> Conversation:
+        body = self._body
         messages = [] if body.instructions is None else [_system(body.instructions)]
         messages += messages_of(items, self.toolbox)
         if not messages:
             raise RequestError("input has no item that the model could see", param="input")
-        self.items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
-        self.ids = references(items)
         return Conversation(
             messages,
             self.toolbox.functions,
@@ -95,6 +109,12 @@ class Turn:
             if item.type == "item_reference" and item.id is not None:
                 item = _item(stored[item.id])
             yield item
+
+
+def _since(items: Sequence[InputItem], place: int) -> list[InputItem]:
+    """Return the items from a place on, and all earlier messages of the system."""
+    system = [item for item in items[:place] if item.role in ("system", "developer")]
+    return [*system, *items[place:]]
 
 
 def _item(stored: dict[str, Any]) -> InputItem:
