@@ -115,7 +115,7 @@ class GrammarCompiler:
         if owner and self._owners[owner] >= share:
             raise self._busy(
                 grammar.param,
-                f"{self._owners[owner]} grammars of this API key are being compiled or waiting; "
+                f"this API key has {self._owners[owner]} grammars being compiled or waiting; "
                 f"the maximum is {share}",
             )
         job = self._jobs[key] = Job(key, grammar, owner)

@@ -283,7 +283,7 @@ async def test_too_many_are_turned_away() -> None:
         grammars = [Grammar("regex", f"a{{{i + 1}}}", "regex") for i in range(9)]
         waiting = [asyncio.create_task(compiler.compile(each, "a")) for each in grammars[:2]]
         await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="2 grammars of this API key") as error:
+        with pytest.raises(RequestError, match="this API key has 2 grammars") as error:
             await compiler.compile(grammars[2], "a")
         assert (error.value.status, error.value.param) == (429, "regex")
         waiting += [asyncio.create_task(compiler.compile(each)) for each in grammars[2:8]]

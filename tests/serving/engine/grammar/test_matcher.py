@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +11,18 @@ import pytest
 
 from weft.errors import RequestError
 from weft.models.interface import Int32
+from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.grammar import matcher as matcher_module
-from weft.serving.engine.grammar.matcher import MAX_SECONDS, SECONDS_A_TOKEN, GrammarMatcher
+from weft.serving.engine.grammar.matcher import (
+    MAX_SECONDS,
+    SECONDS_A_TOKEN,
+    GrammarMatcher,
+    GrammarMatchers,
+)
+from weft.serving.engine.prefix_keys import pack_prompt
+from weft.serving.engine.protocol import Add, Compiled
+from weft.serving.engine.sampling_params import SamplingParams
+from weft.serving.engine.tokenizer import load_tokenizer
 
 END, OTHER_END, SIZE = 40, 41, 42
 
@@ -131,3 +143,34 @@ def test_its_time_is_counted_over_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
     matcher = GrammarMatcher(slow, SIZE, [END])
     slow.seconds = 1.1 * MAX_SECONDS
     assert "less ambiguous" in str(matcher.advance(3))
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig()
+    matchers = GrammarMatchers(config, load_tokenizer(config).vocab_size)
+    go = threading.Event()
+    compile = GrammarMatchers._compile
+
+    def held_up(self: GrammarMatchers, text: str) -> object:
+        if "long" in text:
+            go.wait()
+        return compile(self, text)
+
+    monkeypatch.setattr(GrammarMatchers, "_compile", held_up)
+    try:
+        made = []
+        for text, slow in (("long", True), ("short", False)):
+            form = {"type": "const_string", "value": text}
+            tag = json.dumps({"type": "structural_tag", "format": form})
+            matchers.keep(Compiled(text.encode(), tag, 1, slow))
+            add = Add(text, pack_prompt([1], None), SamplingParams(), (), 0, 0.0, text.encode())
+            made.append(matchers.make(add))
+        assert allowed(made[1].result())
+        assert not made[0].done()
+        go.set()
+        assert allowed(made[0].result())
+    finally:
+        go.set()
+        matchers.close()
