@@ -51,7 +51,7 @@ class LLM:
                 print(answer.text)
 
     Args:
-        model: a checkpoint's directory, or the name of a bundled model.
+        model: OWNER/NAME on the Hugging Face hub, a directory, or a bundled model.
         settings: fields of `EngineConfig`, such as `max_model_len=4096`; memory also as "4GiB".
 
     Raises:

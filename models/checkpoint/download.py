@@ -387,7 +387,9 @@ def _from_bucket(source: Bucket, progress: Progress, weights: bool) -> None:
             for file in needed:
                 _copy(storage, root, folder, file, counter)
         except _storage_errors(source.scheme) as error:
-            raise ModelError(f"{source} cannot be read: {_first_line(error)}") from error
+            raise ModelError(
+                f"{source} cannot be copied to {folder}: {_first_line(error)}"
+            ) from error
         if weights:
             (folder / COMPLETE).touch()
 

@@ -17,12 +17,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.errors import ConfigError, ModelError
-
-if TYPE_CHECKING:
-    from weft.models.spec.spec import ModelSpec
+from weft.models.spec.families import build_spec
+from weft.models.spec.spec import ModelSpec
 
 BUNDLED = ("weft-demo", "weft-demo-moe")
 SINGLE_FILE = "model.safetensors"
@@ -280,9 +279,6 @@ def read_spec(path: Path) -> ModelSpec:
     Raises:
         ModelError: config.json cannot be read, or the model is not supported.
     """
-    # `weft serve` imports this module before it starts the engine; the families need numpy.
-    from weft.models.spec.families import build_spec
-
     return build_spec(read_json(path / "config.json"), path / "config.json")
 
 

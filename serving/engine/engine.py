@@ -100,6 +100,8 @@ class AsyncEngine:
         except BaseException:
             await engine._supervisor.abandon()
             raise
+        if runner_factory == LOAD_MODEL:
+            warn_of_large_tokenizer(config, engine.tokenizer.vocab_size, engine.info.vocab_size)
         return engine
 
     def __init__(self, config: EngineConfig, supervisor: CoreSupervisor) -> None:
@@ -116,7 +118,6 @@ class AsyncEngine:
         self.pooling = await asyncio.to_thread(_pooling, self.config)
         self.generation_config = await asyncio.to_thread(load_generation_config, self.config)
         await self._supervisor.load()
-        warn_of_large_tokenizer(self.config, self.tokenizer.vocab_size, self.info.vocab_size)
         self._grammars = GrammarCompiler(self.config, self.info.vocab_size)
 
     async def shutdown(self, *, drain: bool = True, timeout: float = 30.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from weft.models.checkpoint.locate import find, find_files, locate, read_json, read_spec
+from weft.models.spec.families import unread_fields
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.tokenizer import tokenizer_file
 
@@ -27,8 +28,6 @@ def check_model(config: EngineConfig) -> None:
 
 def warn_of_unread_fields(config: EngineConfig) -> None:
     """Log the fields of config.json that nobody reads: one may be misspelt."""
-    from weft.models.spec.families import unread_fields
-
     file = locate(config.model, config.revision) / "config.json"
     if fields := unread_fields(read_json(file)):
         logger.warning("%s: weft does not read %s", file, ", ".join(fields))

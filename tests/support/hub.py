@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-from hf_xet import XetSession
-
 FAR = 4_000_000_000
 """Seconds since 1970 at which tokens of Xet storage expire."""
 
@@ -49,6 +47,8 @@ class Repository:
 
     def move_to_xet(self, store: Path) -> None:
         """Put the weights into Xet storage in a folder, as the public hub does."""
+        from hf_xet import XetSession
+
         self.cas = f"local://{store}"
         store.mkdir()
         with XetSession().new_upload_commit(
@@ -123,6 +123,8 @@ class Hub:
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HF_TOKEN_PATH": str(home / "token"),
         } | more
 
 
