@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
     from weft.serving.engine.sampling_params import SamplingParams
 
-_LONGEST = 16
+LONGEST = 16
 """A text that is truncated may have this many times the tokens of the context."""
 
 
@@ -32,7 +32,7 @@ class PromptOptions:
     def longest(self, engine: AsyncEngine) -> int:
         """Return a number of tokens; a text with far more is refused."""
         context = engine.info.max_model_len
-        return context if self.truncate is None else context * _LONGEST
+        return context if self.truncate is None else context * LONGEST
 
     def encode(
         self,

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol, Self
 
@@ -91,6 +92,7 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
+_OWN = re.compile("[a-z]+_[0-9a-f]{32}")  # see new_id
 IGNORED = (
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
     *("computer_call", "computer_call_output", "tool_search_call", "tool_search_output"),
@@ -191,6 +193,15 @@ def named(items: Iterable[InputItem]) -> list[InputItem]:
     for item in kept:
         item.id = item.id or new_id(_PREFIXES[item.type], "_")
     return kept
+
+
+def references(items: Iterable[InputItem]) -> tuple[str, ...]:
+    """Return the ids by which clients may refer to these items later.
+
+    An id in another form is a client's own. Two clients may use the same one, and without API keys
+    one would get the other's item.
+    """
+    return tuple(item.id for item in items if item.id is not None and _OWN.fullmatch(item.id))
 
 
 class Names(Protocol):

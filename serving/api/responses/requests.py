@@ -113,7 +113,7 @@ class InputTokensRequest(Body):
     text: TextOptions | None = None
     tool_choice: Annotated[ToolMode | NamedTool | None, mode_or(NamedTool)] = None
     tools: Tools | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     @property
     def text_format(self) -> TextFormat | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -10,15 +11,20 @@ from fastapi import APIRouter, Query, Request, Response
 from weft.errors import RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.conversation import MAX_COUNTED
+from weft.serving.api.conversation import MAX_COUNTED, Conversation
 from weft.serving.api.generation import Generation
 from weft.serving.api.middleware.request_context import owner
+from weft.serving.api.prompts import LONGEST
 from weft.serving.api.responses import events as shapes
 from weft.serving.api.responses import requests as asked
 from weft.serving.api.responses.turn import Turn
 from weft.serving.api.responses.writer import Writer
 from weft.serving.api.state import State
 from weft.serving.api.streaming import EventStream, cancel_on_disconnect
+
+if TYPE_CHECKING:
+    from weft.serving.engine.engine import AsyncEngine
+    from weft.serving.engine.sampling_params import SamplingParams
 
 MAX_LISTED = 100
 
@@ -30,9 +36,12 @@ async def create_response(request: Request, body: asked.ResponsesRequest, state:
     """Answer a conversation in the form of OpenAI's Responses."""
     engine = state.ready_engine(body.model)
     turn = Turn(body, state.responses, owner())
-    generation = await Generation.of_chat(
-        state, engine, lambda: (turn.conversation(), body.sampling_params()), body.priority or 0
-    )
+
+    def asked_for() -> tuple[Conversation, SamplingParams]:
+        params = body.sampling_params()
+        return turn.conversation(_fits(engine, params.max_tokens or 1)), params
+
+    generation = await Generation.of_chat(state, engine, asked_for, body.priority or 0)
     keeps = body.store is not False and state.responses.keeps
     store = state.responses if keeps else None
     writer = Writer(body, state.model, generation, state.answer_format(engine), turn, store)
@@ -49,8 +58,7 @@ async def count_input_tokens(body: asked.InputTokensRequest, state: State) -> Re
 
     def counted() -> int:
         most = max(engine.info.max_model_len, MAX_COUNTED)
-        prompt = turn.conversation().prompt(engine.tokenizer, most=most)
-        return len(engine.tokenizer.encode(prompt, add_special_tokens=False, most=most))
+        return _count(engine, turn.conversation(_fits(engine, 1)), most)
 
     return _json(shapes.InputTokens(await state.aside(counted)))
 
@@ -109,6 +117,18 @@ async def list_input_items(
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return _json(shapes.ResponseItems(page, first, last, len(items) > limit))
+
+
+def _count(engine: AsyncEngine, conversation: Conversation, most: int) -> int:
+    """Return the number of tokens in a prompt; a text with far more than `most` is refused."""
+    prompt = conversation.prompt(engine.tokenizer, most=most)
+    return len(engine.tokenizer.encode(prompt, add_special_tokens=False, most=most))
+
+
+def _fits(engine: AsyncEngine, answer: int) -> Callable[[Conversation], bool]:
+    """Return a function that tells whether a prompt leaves room for an answer with some tokens."""
+    context = engine.info.max_model_len
+    return lambda conversation: _count(engine, conversation, context * LONGEST) + answer <= context
 
 
 def _json(reply: msgspec.Struct) -> Response:

@@ -63,7 +63,7 @@ class ResponseStore:
             owner: the API key's digest, or "" without keys.
             response: the response's id.
             stored: the response and its input.
-            items: ids of all items in `stored`.
+            items: ids by which clients may refer to items in `stored`.
         """
         self._entries[owner, response] = stored, items
         self._places.update(dict.fromkeys(((owner, item) for item in items), response))

@@ -275,10 +275,8 @@ def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[ClientTool, NamespaceTool 
 
 
 def _function(tool: ClientTool, name: str, description: str | None) -> Function:
-    if isinstance(tool, FunctionTool):
-        return Function(
-            name=name, description=description, parameters=tool.parameters, strict=tool.strict
-        )
+    if isinstance(tool, FunctionTool):  # copied without another check of its schema
+        return tool.model_copy(update={"name": name, "description": description})
     grammar = None if tool.format is None else tool.format.grammar
     text: dict[str, Any] = {"type": "string", "description": "The whole input, as plain text."}
     if grammar is not None:

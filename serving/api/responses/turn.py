@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.openai.requests import Message
-from weft.serving.api.responses.items import ITEMS, InputItem, messages_of, named, text_part
+from weft.serving.api.responses.items import (
+    ITEMS,
+    InputItem,
+    messages_of,
+    named,
+    references,
+    text_part,
+)
 from weft.serving.api.responses.requests import InputTokensRequest
 from weft.serving.api.responses.store import ResponseStore, Stored
 from weft.serving.api.responses.tools import Toolbox
@@ -24,18 +32,17 @@ class Turn:
 
     Attributes:
         owner: see above.
-        toolbox: the request's tools.
-        items: JSON of the list of all items that the model sees, once there is a conversation.
-        ids: the ids of these items.
+        toolbox: the request's tools, once there is a conversation.
+        items: JSON of the list of all items that the model sees, then too.
+        ids: the ids by which clients may refer to these items.
 
     Raises:
-        RequestError: the request refers to a response or an item that is not stored, or two tools
-            have one name.
+        RequestError: the request refers to a response or an item that is not stored.
     """
 
     def __init__(self, body: InputTokensRequest, store: ResponseStore, owner: str) -> None:
         self.owner = owner
-        self.toolbox = Toolbox(body.tools or ())
+        self.toolbox: Toolbox
         self.items = b""
         self.ids: tuple[str, ...] = ()
         self._body = body
@@ -56,21 +63,35 @@ class Turn:
             if item.type == "item_reference" and item.id is not None
         }
 
-    def conversation(self) -> Conversation:
+    def conversation(self, fits: Callable[[Conversation], bool]) -> Conversation:
         """Return the conversation; this takes long if the conversation is long.
 
+        Args:
+            fits: returns whether a conversation fits into the model's context. If the request asks
+                for truncation, its oldest turns are left out until the rest fits.
+
         Raises:
-            RequestError: no item is for the model, an item is invalid, or the tools and the choice
-                contradict each other.
+            RequestError: no item is for the model, an item is invalid, two tools have one name, or
+                the tools and the choice contradict each other.
         """
-        body = self._body
+        self.toolbox = Toolbox(self._body.tools or ())
         items = named(self._all_items())
+        conversation = self._of(items)
+        if self._body.truncation == "auto" and not fits(conversation):
+            turns = [i for i, item in enumerate(items) if item.role == "user"] or [0]
+            place = bisect_left(turns, True, key=lambda i: fits(self._of(_since(items, i))))
+            items = _since(items, turns[min(place, len(turns) - 1)])
+            conversation = self._of(items)
+        self.items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
+        self.ids = references(items)
+        return conversation
+
+    def _of(self, items: Sequence[InputItem]) -> Conversation:
+        body = self._body
         messages = [] if body.instructions is None else [_system(body.instructions)]
         messages += messages_of(items, self.toolbox)
         if not messages:
             raise RequestError("input has no item that the model could see", param="input")
-        self.items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
-        self.ids = tuple(item.id for item in items if item.id is not None)
         return Conversation(
             messages,
             self.toolbox.functions,
@@ -88,6 +109,12 @@ class Turn:
             if item.type == "item_reference" and item.id is not None:
                 item = _item(stored[item.id])
             yield item
+
+
+def _since(items: Sequence[InputItem], place: int) -> list[InputItem]:
+    """Return the items from a place on, and all earlier messages of the system."""
+    system = [item for item in items[:place] if item.role in ("system", "developer")]
+    return [*system, *items[place:]]
 
 
 def _item(stored: dict[str, Any]) -> InputItem:

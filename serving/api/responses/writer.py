@@ -82,6 +82,7 @@ class Writer:
             ),
             tools=[echoed(tool) for tool in body.tools or ()],
             top_p=params.top_p,
+            truncation=body.truncation or "disabled",
             user=msgspec.UNSET if body.user is None else body.user,
         )
 

@@ -35,7 +35,7 @@ TAKEN: dict[str, list[Any]] = {
         {"effort": None, "summary": None, "mode": "standard"},
     ],
     "text": [{}, {"format": {"type": "text"}, "verbosity": "medium"}],
-    "truncation": ["disabled"],
+    "truncation": ["auto", "disabled"],
     "background": [False],
     "top_logprobs": [0],
     "service_tier": ["auto", "default"],
@@ -56,7 +56,6 @@ TAKEN: dict[str, list[Any]] = {
 }
 NOT_TAKEN: dict[str, Any] = {
     "background": True,
-    "truncation": "auto",
     "top_logprobs": 5,
     "service_tier": "flex",
     "stream_options": {"include_obfuscation": True},

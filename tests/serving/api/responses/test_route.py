@@ -188,7 +188,7 @@ def test_the_client(echo: Server) -> None:
         ("include[0]", {"include": ["reasoning.text"]}),
         ("include[0]", {"include": ["message.output_text.logprobs"]}),
         ("prompt", {"prompt": {"id": "pmpt_1"}}),
-        ("truncation", {"truncation": "auto"}),
+        ("truncation", {"truncation": "always"}),
         ("reasoning.effort", {"reasoning": {"effort": "utmost"}}),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
         ("text.verbosity", {"text": {"verbosity": "low"}}),
@@ -222,6 +222,37 @@ def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any
     assert response.json()["error"]["param"] == param
 
 
+def test_truncation_leaves_out_the_oldest_turns(server: Server) -> None:
+    context = server.http.get(f"/v1/models/{server.model}").json()["max_model_len"]
+    rules = {"role": "developer", "content": "rules"}
+    turns = [
+        {"role": role, "content": f"{i} " + "word " * 8}
+        for i in range(context // 10)
+        for role in ("user", "assistant")
+    ]
+    items = [turns[0], rules, *turns[1:], {"role": "user", "content": "last"}]
+    body: dict[str, Any] = {"input": items, "max_output_tokens": 5, "temperature": 0}
+    refused = server.http.post("/v1/responses", json=body)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = server.http.post("/v1/responses", json=body | {"truncation": "auto"}).json()
+    assert answer["truncation"] == "auto"
+    seen = server.http.get(
+        f"/v1/responses/{answer['id']}/input_items", params={"order": "asc", "limit": 100}
+    ).json()["data"]
+    texts = [item["content"][0]["text"] for item in seen]
+    assert texts == ["rules", *(item["content"] for item in items[-len(texts) + 1 :])]
+    assert seen[1]["role"] == "user"
+    # With one more turn it would be too long.
+    tokens = answer["usage"]["input_tokens"]
+    longer = [rules, *items[-len(texts) - 1 :]]
+    counted = server.http.post("/v1/responses/input_tokens", json={"input": longer}).json()
+    assert tokens <= context - 5 < counted["input_tokens"]
+    # A last turn that is too long by itself stays.
+    body["input"] = [*turns[:2], {"role": "user", "content": "word " * context}]
+    refused = server.http.post("/v1/responses", json=body | {"truncation": "auto"})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("reasoning", "thinking"),
     [
@@ -233,7 +264,7 @@ def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any
 )
 def test_the_effort_is_the_chats(reasoning: Any, thinking: Thinking) -> None:
     body = ResponsesRequest.model_validate({"input": "hi", "reasoning": reasoning})
-    assert Turn(body, ResponseStore(0), "").conversation().thinking == thinking
+    assert Turn(body, ResponseStore(0), "").conversation(lambda _: True).thinking == thinking
 
 
 @pytest.mark.parametrize(

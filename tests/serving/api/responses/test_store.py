@@ -80,6 +80,8 @@ def test_references_to_items(alice: openai.OpenAI) -> None:
     assert answer.output_text == "b"
     items = alice.responses.input_items.list(answer.id, order="asc")
     assert [item.to_dict()["role"] for item in items] == ["assistant", "assistant", "user"]
+    own: Any = [{"role": "user", "content": "secret", "id": "msg_1"}]
+    alice.responses.create(model="echo", input=own)  # the id is not the server's
     unknown: Any = [{"type": "item_reference", "id": "msg_1"}]
     with pytest.raises(openai.NotFoundError, match="msg_1"):
         alice.responses.create(model="echo", input=unknown)

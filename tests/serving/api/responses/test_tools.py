@@ -81,7 +81,7 @@ def test_a_custom_tool_call_streamed_and_whole(echo: Server) -> None:
         check_type("ResponseStreamEvent", event.model_dump(exclude_unset=True, by_alias=True))
     deltas = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
     assert "".join(deltas) == text
-    assert len(deltas) > 5
+    assert all(deltas)
     (done,) = [e for e in events if e.type == "response.custom_tool_call_input.done"]
     assert done.input == text
     last = events[-1]
