@@ -82,18 +82,18 @@ print(json.dumps({
 
 # Loops of agents; the arguments are the address, the key, the question and the functions.
 LITELLM_LOOP = """
-import json, sys
+import itertools, json, sys
 import litellm
 
 base, key, question, functions = sys.argv[1:]
 answers = {}
-for stream in (False, True):
+for effort, stream in itertools.product(("low", "none"), (False, True)):
     messages = [{"role": "user", "content": question}]
     for _ in range(5):
         got = litellm.completion(
             model="hosted_vllm/scripted", api_base=base, api_key=key, messages=messages,
             tools=[{"type": "function", "function": each} for each in json.loads(functions)],
-            reasoning_effort="low", stream=stream,
+            reasoning_effort=effort, stream=stream,
         )
         if stream:
             got = litellm.stream_chunk_builder(list(got), messages=messages)
@@ -106,7 +106,8 @@ for stream in (False, True):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
         if not message.tool_calls:
             break
-    answers[f"litellm {stream}"] = [message.reasoning_content, message.content]
+    thought = getattr(message, "reasoning_content", None)
+    answers[f"{effort} {stream}"] = f"{thought} {message.content}"
 print(json.dumps(answers))
 """
 
@@ -134,7 +135,7 @@ for responses in (False, True):
         )
         agent = create_agent(model, [multiply, add], system_prompt="You compute.")
         said = agent.invoke({"messages": [("user", question)]}, {"recursion_limit": 12})
-        answers[f"langchain {responses} {streaming}"] = said["messages"][-1].text
+        answers[f"{responses} {streaming}"] = said["messages"][-1].text
 print(json.dumps(answers))
 """
 
@@ -209,12 +210,16 @@ def test_litellm(demo: Server, key: str) -> None:
 
 @pytest.mark.parametrize(("question", "answer"), [(QUESTION, ANSWER), (PARALLEL, BOTH)])
 @pytest.mark.parametrize(
-    ("script", "count"), [(LITELLM_LOOP, 2), (LANGCHAIN_LOOP, 4)], ids=["litellm", "langchain"]
+    ("script", "ways"),
+    [
+        (LITELLM_LOOP, [f"{THOUGHT} ANSWER"] * 2 + ["None ANSWER"] * 2),
+        (LANGCHAIN_LOOP, ["ANSWER"] * 4),
+    ],
+    ids=["litellm", "langchain"],
 )
 def test_agent_loops(
-    scripted: Server, key: str, script: str, count: int, question: str, answer: str
+    scripted: Server, key: str, script: str, ways: list[str], question: str, answer: str
 ) -> None:
     arguments = (f"{scripted.url}/v1", key, question, json.dumps(FUNCTIONS))
     told = json.loads(run(BIN / "python", "-c", script, *arguments).splitlines()[-1])
-    expected = [THOUGHT, answer] if script == LITELLM_LOOP else answer
-    assert list(told.values()) == [expected] * count, told
+    assert list(told.values()) == [way.replace("ANSWER", answer) for way in ways], told
