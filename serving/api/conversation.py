@@ -63,6 +63,11 @@ class Conversation:
                 f"{role!r}",
                 param="continue_final_message",
             )
+        if self.continued and self.messages[-1].tool_calls:
+            raise RequestError(
+                "continue_final_message continues a text; the last message has tool_calls",
+                param="continue_final_message",
+            )
         choice = self.tool_choice
         if choice in ("none", "auto"):
             return

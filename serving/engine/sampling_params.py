@@ -17,6 +17,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_LENGTH = 1 << 18
 MAX_CHOICES = 1024
@@ -220,11 +221,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"{MAX_ALLOWED}",
                 param="allowed_token_ids",
             )
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}",
-                param="logit_bias",
-            )
+        for param, count, most in (
+            ("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKENS),
+            ("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS),
+        ):
+            if count > most:
+                raise RequestError(f"{param} has {count} entries; at most {most}", param=param)
         for token, bias in self.logit_bias.items():
             _within("logit_bias", bias, _BIAS, where=f"logit_bias[{token}]")
 

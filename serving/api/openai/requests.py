@@ -32,6 +32,7 @@ from weft.serving.engine.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     SamplingParams,
 )
 
@@ -135,7 +136,7 @@ class GenerationRequest(GuidedRequest):
     seed: int | None = None
     skip_special_tokens: bool | None = None
     stop: Stop | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None

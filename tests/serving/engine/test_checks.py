@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 
+from weft.errors import RequestError
 from weft.serving.engine.checks import check_requests
 from weft.serving.engine.grammar.matcher import mask_of
 from weft.serving.engine.protocol import EngineInfo
@@ -38,6 +40,12 @@ def test_common_settings_are_checked_once() -> None:
     assert checked[0].banned == ((111, 110, 101), (116, 119, 111))
     assert all(each.banned is checked[0].banned for each in checked)
     assert all(each.allowed is checked[0].allowed for each in checked)
+
+
+def test_stop_tokens_are_few() -> None:
+    SamplingParams(stop_token_ids=(1,) * 1024)
+    with pytest.raises(RequestError, match="stop_token_ids has 1025 entries; at most 1024"):
+        SamplingParams(stop_token_ids=(1,) * 1025)
 
 
 def test_allowed_tokens_are_a_mask_however_many_are_listed() -> None:

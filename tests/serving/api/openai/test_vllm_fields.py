@@ -237,6 +237,10 @@ def test_the_answer_continues_the_last_message(http: httpx.Client) -> None:
     assert "add_generation_prompt" in message
     param, message = refusal(http, CHAT, continue_final_message=True)
     assert (param, "its role is 'user'" in message) == ("continue_final_message", True)
+    call = {"id": "a", "function": {"name": "add", "arguments": "{}"}}
+    messages = [said("hi"), said("I add.", "assistant") | {"tool_calls": [call]}]
+    param, message = refusal(http, CHAT, messages=messages, continue_final_message=True)
+    assert (param, "has tool_calls" in message) == ("continue_final_message", True)
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +329,7 @@ def test_special_tokens_in_the_text_have_their_place(http: httpx.Client) -> None
         ("bad_words", ["a" * 2000]),
         ("bad_words", ["a"] * 300),
         ("bad_words", ["a" * 1000] * 17),
+        ("stop_token_ids", [1] * 1025),
         ("prompt_logprobs", 21),
         ("prompt_logprobs", -1),
         ("prompt_logprobs", True),
