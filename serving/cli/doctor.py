@@ -56,6 +56,7 @@ from weft.serving.executor.placement import (
 )
 
 if TYPE_CHECKING:
+    from weft.serving.executor.nodes.curve import Context
     from weft.serving.executor.nodes.remote import JoinedNode
 
 GIB = 1024**3
@@ -141,6 +142,7 @@ def examine_machine(engine: EngineConfig, models: Collection[str] = ()) -> list[
         _memory(),
         _shared_memory(),
         _sockets(),
+        _zeromq(engine),
         _gpu(),
         *(_model(EngineConfig(model=name)) for name in others),
         _model(engine),
@@ -330,6 +332,19 @@ def _sockets() -> Finding:
     return Finding("sockets", "ok", f"unix sockets work in {where}")
 
 
+def _zeromq(engine: EngineConfig) -> Finding:
+    """Check that libzmq can encrypt messages between nodes."""
+    import zmq
+
+    from weft.serving.executor.nodes.curve import check_curve
+
+    try:
+        check_curve()
+    except ConfigError as error:
+        return Finding("zeromq", "fail" if engine.nodes > 1 else "warn", *str(error).split(": ", 1))
+    return Finding("zeromq", "ok", f"libzmq {zmq.zmq_version()} with CURVE")
+
+
 def _gpu() -> Finding:
     import torch
 
@@ -417,7 +432,10 @@ def examine_others(config: EngineConfig) -> list[Finding]:
     Raises:
         ConfigError: these settings do not allow nodes to join.
     """
+    import zmq
+
     from weft.serving.executor.nodes.join_listener import JoinListener
+    from weft.serving.executor.nodes.link import LINGER
     from weft.serving.executor.nodes.multi_node_executor import (
         check_addresses,
         check_nodes,
@@ -432,10 +450,12 @@ def examine_others(config: EngineConfig) -> list[Finding]:
         )
     check_nodes(config)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with JoinListener(config, strict=False) as listener:
-        listener.log_join_command(config.nodes - 1)
-        others = listener.wait_for(config.nodes - 1, JOIN_SECONDS)
+    others: list[JoinedNode] = []
+    context: Context = zmq.Context()
     try:
+        with JoinListener(context, config, strict=False) as listener:
+            listener.log_join_command(config.nodes - 1)
+            others += listener.wait_for(config.nodes - 1, JOIN_SECONDS)
         missing = config.nodes - 1 - len(others)
         present = ", ".join(["this one", *(joined.where for joined in others)])
         if missing:
@@ -446,7 +466,7 @@ def examine_others(config: EngineConfig) -> list[Finding]:
         found = [Finding("machines", "ok", present)]
         own = own_address(config, others)
         check_addresses([own, *(joined.hello.address for joined in others)])
-        for source, target, speed in measure_links(own, others, listener.token, SEND_SECONDS):
+        for source, target, speed in measure_links(own, others, SEND_SECONDS):
             found.append(_link(source, target, speed))
         offers = [own_inventory(config), *(joined.hello.inventory for joined in others)]
         found += devices(config, offers)
@@ -458,6 +478,7 @@ def examine_others(config: EngineConfig) -> list[Finding]:
             with suppress(OSError):  # the node has left
                 joined.link.send(End(0.0))
             joined.link.close()
+        context.destroy(LINGER)  # the last messages have left then
 
 
 def _link(source: str, target: str, speed: LinkSpeed | Unreachable) -> Finding:
@@ -477,7 +498,7 @@ def _link(source: str, target: str, speed: LinkSpeed | Unreachable) -> Finding:
 def _node(config: EngineConfig, joined: JoinedNode) -> list[Finding]:
     """Compare a node's versions with ours, and have the node check itself."""
     where = joined.where
-    if wrong := differences(versions(), joined.hello.versions):
+    if wrong := differences(versions(), joined.versions):
         advice = "install the same versions on all nodes"
         found = [Finding("versions", "fail", "; ".join(wrong), advice)]
     else:

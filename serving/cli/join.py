@@ -52,13 +52,15 @@ def run(config: EngineConfig, server: str, *, once: bool) -> int:
     """
     from weft.serving.cli.doctor import examine_machine
     from weft.serving.executor.nodes.agent import join
-    from weft.serving.executor.nodes.link import check_address, check_token
+    from weft.serving.executor.nodes.curve import check_curve, check_token
+    from weft.serving.executor.nodes.link import check_address
 
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"HOST:PORT is {server!r}; it must be such as 10.0.0.1:7333")
     if config.node_token is None:
         raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; `weft serve` prints it")
+    check_curve()
     check_token(config.node_token)
     check_address(config.node_address)
     logging.basicConfig(

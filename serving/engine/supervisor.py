@@ -137,7 +137,7 @@ class CoreSupervisor:
         for core in self.cores:
             await core.close()
         if self._pool is not None:
-            self._pool.close()
+            await self._pool.close()
 
     async def shutdown(self, *, drain: bool, timeout: float) -> None:
         """End the cores; see `AsyncEngine.shutdown`."""
@@ -147,7 +147,7 @@ class CoreSupervisor:
         await asyncio.gather(*(core.shutdown(drain=drain, timeout=timeout) for core in self.cores))
         await asyncio.wait(self._tasks)
         if self._pool is not None:
-            self._pool.close()
+            await self._pool.close()
 
     async def _share_out(self, on_spawned: Callable[[], None]) -> list[EngineConfig]:
         """Return each core's settings, once all nodes have joined.

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import site
+import socket
 import sys
 import threading
 from importlib import import_module
@@ -92,6 +93,21 @@ def find(path: str) -> Any:
     """Import the object named by "module:name"."""
     module, name = path.split(":")
     return getattr(import_module(module), name)
+
+
+def read(sock: socket.socket, count: int) -> bytes:
+    """Read exactly `count` bytes; return b"" if the connection ends or times out first."""
+    parts: list[bytes] = []
+    while count:
+        try:
+            part = sock.recv(min(count, 1 << 20))
+        except OSError:  # reset, timed out, no route
+            part = b""
+        if not part:
+            return b""
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 def how_it_ended(code: int) -> str | None:

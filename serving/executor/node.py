@@ -14,18 +14,20 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+import zmq
 
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
-from weft.serving.executor.child_process import how_it_ended, python_module
+from weft.serving.executor.child_process import how_it_ended, python_module, read
 from weft.serving.executor.loading import LOOPBACK
-from weft.serving.executor.nodes.link import read
 from weft.serving.executor.rank_messages import FromRank, decode_rank_message
 from weft.serving.executor.rank_process import RankOrders
 from weft.serving.executor.step_ring import Int64, StepRing
+
+Channel = socket.socket | zmq.Socket[bytes]
 
 EXIT_GRACE = 1.0
 """Maximum seconds between the end of a rank's socket and the end of its process."""
@@ -38,7 +40,6 @@ class Node(Protocol):
         ranks: numbers of the ranks.
         pids: process ids of the ranks.
         counters: int64 [COUNTERS, ranks]; see StepRing.
-        channels: sockets that become readable when there is something to receive.
         where: name and address of the node; empty for the controller's own node.
         lost: reason why the node counts as lost, or None.
     """
@@ -46,11 +47,14 @@ class Node(Protocol):
     ranks: range
     pids: Sequence[int]
     counters: Int64
-    channels: list[socket.socket]
     where: str
     lost: str | None
 
-    def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """Sockets that become readable when there is something to receive."""
+
+    def receive(self, channel: Any) -> tuple[int, FromRank | None] | None:
         """Receive from a channel: a rank's number, and its message or None if it has ended.
 
         Returns None if the received message does not concern a single rank. A closed channel is

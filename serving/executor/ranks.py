@@ -23,19 +23,20 @@ stages in the same step, the first one is therefore behind.
 
 from __future__ import annotations
 
-import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from math import ceil
 
 import numpy as np
+import zmq
 
 from weft.errors import EngineError, WeftError
 from weft.models.interface import Result, Step, StepOutput
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import LoadedModel, ModelInfo
-from weft.serving.executor.node import LocalNode, Node
+from weft.serving.executor.node import Channel, LocalNode, Node
 from weft.serving.executor.placement import devices_of_ranks
 from weft.serving.executor.rank_messages import Done, FromRank, Loaded, RendezvousPort, encode_step
 from weft.serving.executor.step_ring import Int64, check_size, how_loaded
@@ -110,12 +111,15 @@ class RankExecutor:
         self._last_check = time.monotonic()
         self._progress, self._idle_checks = -1, 0
         self._nodes: list[Node] = []
-        self._selector = selectors.DefaultSelector()
+        self._poller = zmq.Poller()
+        # By what the poller returns: a ZeroMQ socket, or the descriptor of another socket.
+        self._channels: dict[Channel | int, tuple[Node, Channel]] = {}
         try:
             for node in nodes:
                 self._nodes.append(node)
                 for channel in node.channels:
-                    self._selector.register(channel, selectors.EVENT_READ, node)
+                    self._poller.register(channel, zmq.POLLIN)
+                    self._channels[_polled(channel)] = node, channel
             self._num_ranks = sum(len(node.ranks) for node in self._nodes)
             self.model = self._load()
             self._loaded, self._patience = True, patience
@@ -220,8 +224,9 @@ class RankExecutor:
 
         A lost node yields the end of its first rank.
         """
-        for key, _ in self._selector.select(timeout):
-            yield from self._unregister_ended(key.data, key.data.receive(key.fileobj))
+        for polled, _ in self._poller.poll(ceil(1000 * timeout)):
+            node, channel = self._channels[polled]
+            yield from self._unregister_ended(node, node.receive(channel))
         now = time.monotonic()
         if (waited := now - self._last_check) < self._check_every:
             return
@@ -238,9 +243,10 @@ class RankExecutor:
         if message is None:
             return
         if message[1] is None:
-            for key in list(self._selector.get_map().values()):
-                if key.data is node and key.fileobj not in node.channels:
-                    self._selector.unregister(key.fileobj)
+            for polled, (owner, channel) in list(self._channels.items()):
+                if owner is node and channel not in node.channels:
+                    self._poller.unregister(channel)
+                    del self._channels[polled]
         yield message
 
     def _check_progress(self) -> None:
@@ -295,7 +301,6 @@ class RankExecutor:
         return type(error)(f"{where}: {error}") if where else error
 
     def _release(self) -> None:
-        self._selector.close()
         for node in self._nodes:
             node.release()
 
@@ -354,11 +359,15 @@ class RankExecutor:
         for node in self._nodes:
             node.hang_up(grace)
         deadline = time.monotonic() + grace
-        while self._selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        while self._channels and (left := deadline - time.monotonic()) > 0:
             for _ in self._messages(left):  # a rank may block on sending one before it ends
                 pass
         for node in self._nodes:
             node.wait(deadline)
+
+
+def _polled(channel: Channel) -> Channel | int:
+    return channel if isinstance(channel, zmq.Socket) else channel.fileno()
 
 
 class ProcessExecutor(RankExecutor):

@@ -6,14 +6,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import zmq
+
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.core_process import share_out
+from weft.serving.executor.nodes.curve import Context, derive_keys
+from weft.serving.executor.nodes.join_client import JoinClient
 from weft.serving.executor.nodes.join_listener import JoinListener
+from weft.serving.executor.nodes.link import LINGER, Link
+from weft.serving.executor.nodes.messages import Hello, ToAgent
 from weft.serving.executor.nodes.multi_node_executor import start_nodes
+from weft.serving.executor.nodes.remote import JoinedNode
 from weft.serving.executor.placement import Inventory
 from weft.serving.executor.ranks import RankExecutor
 
@@ -80,22 +88,56 @@ def _environment() -> dict[str, str]:
 
 
 @contextmanager
+def listening(config: EngineConfig) -> Iterator[JoinListener]:
+    """Listen at a free port for nodes with the token of the tests; end all connections after it."""
+    context: Context = zmq.Context()
+    try:
+        with JoinListener(context, replace(config, node_port=0, node_token=TOKEN)) as listener:
+            yield listener
+    finally:
+        context.destroy(LINGER)
+
+
+@contextmanager
+def pretended(listener: JoinListener, hello: Hello) -> Iterator[tuple[JoinedNode, Link[ToAgent]]]:
+    """Join from this process; yield both ends of the connection."""
+    context: Context = zmq.Context()
+    client = JoinClient(context, "127.0.0.1", derive_keys(TOKEN), hello.name)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(_join_and_say, client, listener.port, hello)
+            (joined,) = listener.wait_for(1, 60)
+            link = joining.result()
+        yield joined, link
+        for each in (joined.link, link):
+            each.close()
+    finally:
+        context.destroy(LINGER)
+
+
+def _join_and_say(client: JoinClient, port: int, hello: Hello) -> Link[ToAgent]:
+    link = client.join(port)
+    link.send(hello)
+    return link
+
+
+@contextmanager
 def spread(
     config: EngineConfig, logs: Path, load_model: str = MOCK
 ) -> Iterator[tuple[RankExecutor, list[Agent]]]:
     """Create an executor with ranks here and on joined nodes: node1, node2, ..."""
     with ExitStack() as stack:
-        with JoinListener(replace(config, node_port=0, node_token=TOKEN)) as listener:
-            agents = []
-            for number in range(1, config.nodes):
-                name = f"node{number}"
-                log = logs / f"{name}.log"
-                started = agent(listener.port, log, name=name, load_model=load_model)
-                agents.append(stack.enter_context(started))
-            others = listener.wait_for(config.nodes - 1)
+        listener = stack.enter_context(listening(config))
+        agents = []
+        for number in range(1, config.nodes):
+            name = f"node{number}"
+            log = logs / f"{name}.log"
+            started = agent(listener.port, log, name=name, load_model=load_model)
+            agents.append(stack.enter_context(started))
+        others = listener.wait_for(config.nodes - 1)
         others.sort(key=lambda joined: joined.hello.name)
         (config,) = share_out(config, [Inventory()] * config.nodes)
-        nodes = start_nodes(config, dict(enumerate(others, 1)), TOKEN, load_model)
+        nodes = start_nodes(config, dict(enumerate(others, 1)), load_model)
         executor = RankExecutor(config, nodes)
         try:
             yield executor, agents

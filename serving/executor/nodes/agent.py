@@ -1,15 +1,15 @@
 """Agent of a node that serves part of a model for a controller elsewhere: `weft join`.
 
-    API process                       agent
-    Hello                  ◄──TCP──   joins, and stays connected
-    Ping                   ──TCP──►   answers Pong as a sign of life
-    JoinEngine(port)       ──TCP──►   connects to that engine core, too, on a separate thread
+    API process                     agent
+    Hello                  ◄─────   joins (see link.py), and stays connected
+    Ping                   ─────►   answers Pong as a sign of life
+    JoinEngine(port)       ─────►   joins that engine core, too, on a separate thread
 
-    engine core                       that thread                    ranks of this node
-    Start, Rendezvous      ──TCP──►   starts the ranks
-    NodeStep               ──TCP──►   step ring, wakes ranks ─────►  run the step
-    RankMessage, RankEnded ◄──TCP──   forwards      ◄──socket──────  Loaded, Done, Failed
-    RankProgress           ◄──TCP──   counters of the ring, every second
+    engine core                     that thread                    ranks of this node
+    Start, Rendezvous      ─────►   starts the ranks
+    NodeStep               ─────►   step ring, wakes ranks ─────►  run the step
+    RankMessage, RankEnded ◄─────   forwards      ◄──socket──────  Loaded, Done, Failed
+    RankProgress           ◄─────   counters of the ring, every second
 
 The agent tries to join until the API process accepts it. When the connection to an engine ends, for
 whatever reason, the agent kills the remaining ranks of that engine. When the connection to the API
@@ -21,23 +21,26 @@ actors and tests connect to an engine core directly.)
 from __future__ import annotations
 
 import logging
-import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import msgspec
+import zmq
 
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.child_process import Failed
 from weft.serving.executor.node import LocalNode
+from weft.serving.executor.nodes.curve import derive_keys
 from weft.serving.executor.nodes.inventory import own_inventory
-from weft.serving.executor.nodes.link import Link, prove_token
+from weft.serving.executor.nodes.join_client import JoinClient
+from weft.serving.executor.nodes.link import Link
 from weft.serving.executor.nodes.messages import (
     CheckResults,
     Dump,
@@ -46,7 +49,6 @@ from weft.serving.executor.nodes.messages import (
     Hello,
     JoinEngine,
     Listen,
-    Listening,
     NodeStep,
     Ping,
     Pong,
@@ -54,14 +56,12 @@ from weft.serving.executor.nodes.messages import (
     RankEnded,
     RankMessage,
     RankProgress,
-    Refused,
     Rendezvous,
     RunChecks,
     Start,
     Started,
     ToAgent,
     Unreachable,
-    versions,
 )
 from weft.serving.executor.nodes.probe import answer_probe, listen, probe_link
 from weft.serving.executor.placement import Inventory
@@ -70,11 +70,8 @@ from weft.serving.executor.step_ring import ring_entries
 
 LOAD_MODEL = "weft.serving.executor.loading:load_model"
 
-CONNECT_TIMEOUT = 5.0
-"""Seconds to wait for a connection to the controller."""
-
-RETRY_PAUSE = 1.0
-"""Seconds between two attempts to join."""
+REJOIN_PAUSE = 1.0
+"""Seconds between the end of a controller and the next attempt to join."""
 
 ROOM_POLL = 0.001
 """Seconds between two checks for room in the step ring."""
@@ -117,96 +114,72 @@ def join(
         KeyboardInterrupt: the process was told to end. Its ranks have ended.
     """
     inventory = own_inventory(EngineConfig(node_ranks=node_ranks))
-    while True:
-        link = _connect_with_retries(host, port, token)
-        logger.info("joined %s:%d", host, port)
-        own_name = name or socket.gethostname()
-        session = _JoinSession(host, token, address, own_name, load_model, inventory, examine)
-        try:
-            with closing(link):
-                dismissed = session.serve(link, node)
-            session.wait()
-        except KeyboardInterrupt:
-            session.close()
-            raise
-        if once and dismissed:
-            return
-        if once:
-            raise EngineError(f"{host}:{port} has hung up")
-        logger.info("%s:%d has %s", host, port, "ended" if dismissed else "hung up")
-        time.sleep(RETRY_PAUSE)
-
-
-def _connect_with_retries(host: str, port: int, token: str) -> Link[ToAgent]:
-    """Connect as soon as the controller listens; log why it fails until then."""
-    logged = ""
-    while True:
-        try:
-            return _connect(host, port, token)
-        except OSError as error:
-            reason = str(error.strerror or error)
-        except ConfigError as error:
-            raise ConfigError(f"{host}:{port}: {error}") from None
-        if reason != logged:
-            logger.info("waiting for %s:%d: %s", host, port, logged := reason)
-        time.sleep(RETRY_PAUSE)
-
-
-def _connect(host: str, port: int, token: str) -> Link[ToAgent]:
-    """Open a connection and complete the handshake.
-
-    Raises:
-        OSError: nobody listens there, or the handshake failed.
-        ConfigError: see `prove_token`.
-    """
-    sock = socket.create_connection((host, port), CONNECT_TIMEOUT)
+    own_name = name or socket.gethostname()
+    client = JoinClient(zmq.Context(), host, derive_keys(token), own_name)
     try:
-        prove_token(sock, token)
-        return Link(sock, ToAgent)
-    except BaseException:
-        sock.close()
-        raise
+        while True:
+            link = client.join_as_soon_as_possible(port)
+            logger.info("joined %s:%d", host, port)
+            session = _JoinSession(client, address, load_model, inventory, examine)
+            try:
+                with closing(link):
+                    dismissed = session.serve(link, node)
+                session.wait()
+            except KeyboardInterrupt:
+                session.close()
+                raise
+            if once and dismissed:
+                return
+            if once:
+                raise EngineError(f"{host}:{port} has hung up")
+            logger.info("%s:%d has %s", host, port, "ended" if dismissed else "hung up")
+            time.sleep(REJOIN_PAUSE)
+    finally:
+        client.context.term()  # waits for the last messages to leave
 
 
 @dataclass
 class _JoinSession:
     """The time from joining a controller until it is gone; see `join`."""
 
-    host: str
-    token: str
+    client: JoinClient
     address: str | None
-    name: str
     load_model: str
     inventory: Inventory
     examine: Examiner
     engines: dict[int, threading.Thread] = field(default_factory=dict)
-    links: list[Link[ToAgent]] = field(default_factory=list)
-    is_closing: bool = False
 
-    def serve(self, link: Link[ToAgent], node: int = 0) -> bool:
-        """Follow the controller's messages; return True on `End`, False on a lost connection."""
+    def __post_init__(self) -> None:
+        # When `close` shuts one end, the other one is readable in all threads of engines.
+        self._closing, self._interrupt = socket.socketpair()
+
+    def serve(
+        self, link: Link[ToAgent], node: int = 0, interrupts: Sequence[socket.socket] = ()
+    ) -> bool:
+        """Follow the controller's messages; return True on `End`, False on a lost connection.
+
+        It also returns False when one of the `interrupts` is readable.
+        """
         with suppress(OSError, msgspec.DecodeError):  # connection lost, or invalid message
             address = self.address or link.own_address
-            inventory = replace(self.inventory, where=f"{self.name} at {address}")
-            link.send(Hello(self.name, address, versions(), inventory, node))
-            while (message := link.wait()) is not None:
+            inventory = replace(self.inventory, where=f"{self.client.name} at {address}")
+            link.send(Hello(self.client.name, address, inventory, node))
+            while (message := link.wait(interrupts=interrupts)) is not None:
                 match message:
-                    case Refused(reason):
-                        raise ConfigError(reason)
                     case JoinEngine():
                         self._start_engine_thread(message)
                     case Ping():
                         link.send(Pong())
                     case Start():
-                        return self._run_ranks(link, message, address)
+                        return self._run_ranks(link, message, address, interrupts)
                     case End():
                         return True
                     case RunChecks(config):
                         link.send(CheckResults(self.examine(config)))
                     case Listen():
-                        _listen(link, address, self.token)
-                    case Probe(host, port, seconds):
-                        link.send(probe_link(host, port, self.token, seconds))
+                        _listen(link, address)
+                    case Probe(host, port, ticket, seconds):
+                        link.send(probe_link(host, port, ticket, seconds))
         return False
 
     def wait(self) -> None:
@@ -214,12 +187,12 @@ class _JoinSession:
         for thread in self.engines.values():
             if thread.ident is not None:  # else a signal came before the thread was started
                 thread.join()
+        self._closing.close()
+        self._interrupt.close()
 
     def close(self) -> None:
         """Hang up on all engines, and wait until the ranks of this node have ended."""
-        self.is_closing = True
-        for link in list(self.links):
-            link.shut()
+        self._closing.close()
         self.wait()
 
     def _start_engine_thread(self, request: JoinEngine) -> None:
@@ -233,17 +206,20 @@ class _JoinSession:
         if before is not None:
             before.join()
         try:
-            link = _connect(self.host, request.port, self.token)
+            link = self.client.join(request.port)
         except (OSError, ConfigError) as error:  # the core waits in vain, and reports that
             logger.warning("engine %d at port %d: %s", request.engine, request.port, error)
             return
         with closing(link):
-            self.links.append(link)
-            if not self.is_closing:  # else `close` may have missed this link
-                self.serve(link, request.node)
-            self.links.remove(link)
+            self.serve(link, request.node, (self._interrupt,))
 
-    def _run_ranks(self, link: Link[ToAgent], start: Start, address: str) -> bool:
+    def _run_ranks(
+        self,
+        link: Link[ToAgent],
+        start: Start,
+        address: str,
+        interrupts: Sequence[socket.socket],
+    ) -> bool:
         if (engines := start.config.replica.engines) > 1:
             replica = replace(start.config.replica, memory=self.inventory.memory // engines)
             config = replace(start.config, replica=replica)
@@ -253,17 +229,17 @@ class _JoinSession:
         except OSError as error:  # no memory, or too many processes
             link.send(RankMessage(start.first, encoder.encode(Failed.of(error))))
             return False
-        return group.run()
+        return group.run(interrupts)
 
 
-def _listen(link: Link[ToAgent], address: str, token: str) -> None:
+def _listen(link: Link[ToAgent], address: str) -> None:
     try:
-        listener = listen(address)
+        listener, listening = listen(address)
     except OSError as error:
         link.send(Unreachable(f"{address} is not available there: {error.strerror}"))
         return
-    link.send(Listening(listener.getsockname()[1]))
-    answer_probe(listener, token)
+    link.send(listening)
+    answer_probe(listener, listening.ticket)
 
 
 class _RankGroup:
@@ -278,7 +254,6 @@ class _RankGroup:
         self._reported = 0
         self._report_every = ring_entries(start.config.pp)
         self._deadline: float | None = None
-        link.set_patience(start.patience)
         self._node = LocalNode(
             start.config,
             load_model,
@@ -289,17 +264,20 @@ class _RankGroup:
             devices=start.devices,
         )
 
-    def run(self) -> bool:
-        """Run until the ranks have ended; return whether the controller has ended them."""
+    def run(self, interrupts: Sequence[socket.socket]) -> bool:
+        """Run until the ranks have ended; return whether the controller has ended them.
+
+        When one of the `interrupts` is readable, kill the ranks and return False.
+        """
         node = self._node
+        poller = zmq.Poller()
+        for each in (*self._link.sockets, *interrupts, *node.channels):
+            poller.register(each, zmq.POLLIN)
+        channels = {channel.fileno(): channel for channel in node.channels}
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._link.socket, selectors.EVENT_READ)
-                for channel in node.channels:
-                    selector.register(channel, selectors.EVENT_READ)
-                self._link.send(Started(list(node.pids)))
-                while self._deadline is None or (self._steps and time.monotonic() < self._deadline):
-                    self._run_once(selector)
+            self._link.send(Started(list(node.pids)))
+            while self._deadline is None or (self._steps and time.monotonic() < self._deadline):
+                self._run_once(poller, channels)
             node.hang_up(0.0)
             return True
         except (EOFError, OSError, msgspec.DecodeError):
@@ -307,19 +285,16 @@ class _RankGroup:
         finally:
             node.wait(self._deadline or 0.0)
             node.release()
-            self._link.shut()  # tells the controller that the ranks have ended
 
-    def _run_once(self, selector: selectors.BaseSelector) -> None:
-        pause = self._next_heartbeat - time.monotonic()
-        for key, _ in selector.select(ROOM_POLL if self._steps else max(0.0, pause)):
-            channel = key.fileobj
-            assert isinstance(channel, socket.socket)
-            if channel is self._link.socket:
+    def _run_once(self, poller: zmq.Poller, channels: dict[int, socket.socket]) -> None:
+        pause = max(0.0, self._next_heartbeat - time.monotonic())
+        for each, _ in poller.poll(ceil(1000 * (ROOM_POLL if self._steps else pause))):
+            if each in self._link.sockets:
                 self._handle(self._link.receive())
-            else:
-                self._forward(channel)
-                if channel not in self._node.channels:
-                    selector.unregister(channel)
+            elif each not in channels:
+                raise EOFError("interrupted")
+            elif self._forward(channels[each]):
+                poller.unregister(channels.pop(each))
         while self._steps and self._node.has_room(self._step + 1):
             self._step += 1
             self._node.put(self._step, self._steps.popleft())
@@ -341,17 +316,20 @@ class _RankGroup:
             case End(grace):
                 self._deadline = time.monotonic() + grace
             case None:
-                raise EOFError
+                if self._link.has_ended:
+                    raise EOFError
             case _:
                 raise EOFError(f"unexpected message: {message}")
 
-    def _forward(self, channel: socket.socket) -> None:
+    def _forward(self, channel: socket.socket) -> bool:
+        """Pass a rank's message on; return True if the rank has ended instead."""
         rank, data = self._node.receive_bytes(channel)
         if data is not None:
             self._link.send(RankMessage(rank, data))
-            return
+            return False
         self._send_progress()
         self._link.send(RankEnded(rank, self._node.how_ended(rank)))
+        return True
 
     def _send_progress(self) -> None:
         node = self._node

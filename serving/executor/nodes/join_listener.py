@@ -1,75 +1,127 @@
 """The port where other nodes join; anybody on the network may connect to it.
 
-    connects ──► proves that it knows the token ──► sends Hello ──► JoinedNode
-                 both within HANDSHAKE_TIMEOUT seconds; else it is rejected
+    connects ──► proves that it knows the token ──► sends Knock ──► gets Welcome, with a port
+    connects to that port                       ──► sends Hello ──► JoinedNode
 
-Nothing blocks: bytes are processed as they arrive. A silent, slow or invalid peer therefore never
-keeps another node from joining.
+Each line must be done within HANDSHAKE_TIMEOUT seconds; else the connection is rejected. ZeroMQ
+does the handshakes in a thread of its own. A silent, slow or invalid peer therefore never keeps
+another node from joining.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
-import selectors
 import socket
 import time
 from dataclasses import dataclass
+from math import ceil
 from typing import Self
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
-from weft.serving.executor.nodes.link import Handshake, Link, check_token, unmapped
-from weft.serving.executor.nodes.messages import FromAgent, Hello, Refused, differences, versions
+from weft.serving.executor.nodes.curve import (
+    HANDSHAKE_TIMEOUT,
+    Context,
+    authenticate,
+    check_curve,
+    check_token,
+    derive_keys,
+    make_socket,
+    use_as_head,
+)
+from weft.serving.executor.nodes.link import LINGER, PATIENCE, Link, endpoint, port_of
+from weft.serving.executor.nodes.messages import (
+    FromAgent,
+    Hello,
+    Knock,
+    Refused,
+    Welcome,
+    differences,
+    versions,
+)
 from weft.serving.executor.nodes.remote import JoinedNode
 
-MAX_PENDING = 64
-"""Maximum number of pending connections. One more replaces the oldest."""
+MAX_KNOCK = 1 << 16
+"""Maximum bytes in a message to the join port."""
 
 CHECK_INTERVAL = 1.0
-"""Maximum seconds between two checks for expired handshakes."""
+"""Maximum seconds between two checks for expired connections."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _PendingConnection:
-    """A connection before joining. It gets a `link` after the handshake."""
+@dataclass(frozen=True, slots=True)
+class _PendingNode:
+    """A node that knows the token, from its `Knock` to its `Hello`."""
 
-    handshake: Handshake
-    address: str
-    link: Link[FromAgent] | None = None
+    link: Link[FromAgent]
+    knock: Knock
+    deadline: float
 
 
 class JoinListener:
     """Listener for joining nodes. As a context manager it closes itself.
 
     Args:
+        context: owner of all sockets. The nodes' connections outlive the listener.
         config: uses node_address, node_port and node_token.
         strict: reject nodes with other library versions.
+        patience: seconds without a sign of life from a node until its connection counts as lost.
 
     Attributes:
         port: port of the listener.
         token: token that nodes must know.
 
     Raises:
-        ConfigError: the address or the port is not available, or the token is too short.
+        ConfigError: the address or the port is not available, the token is too short, or libzmq
+            has no CURVE.
     """
 
-    def __init__(self, config: EngineConfig, *, strict: bool = True) -> None:
+    def __init__(
+        self,
+        context: Context,
+        config: EngineConfig,
+        *,
+        strict: bool = True,
+        patience: float = PATIENCE,
+    ) -> None:
+        check_curve()
         check_token(config.node_token)
-        self._strict = strict
+        self._strict, self._patience, self._address = strict, patience, config.node_address
         self._token_is_given = config.node_token is not None
         self.token = config.node_token or secrets.token_urlsafe(24)
+        self._keys = derive_keys(self.token)
         self._name = config.node_address or socket.gethostname()
-        self._socket = _listen(config.node_address, config.node_port)
-        self._socket.setblocking(False)
-        self.port = int(self._socket.getsockname()[1])
-        self._pending: list[_PendingConnection] = []
-        self._selector = selectors.EpollSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._context = context
+        self._socket = make_socket(context, zmq.ROUTER, patience)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_KNOCK)
+        use_as_head(self._socket, self._keys)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_ACCEPTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self._authenticator = authenticate(context, self._keys)
+        self._strangers: set[int] = set()  # descriptors of connections before their Knock
+        self._failures = 0  # logged failures whose connection has not ended yet
+        self._pending: list[_PendingNode] = []
+        self._knocks = msgspec.msgpack.Decoder(Knock)
+        try:
+            self._socket.bind(endpoint(config.node_address or "*", config.node_port))
+        except zmq.ZMQError as error:
+            self.close()
+            where = "" if config.node_address is None else f"--node-address {config.node_address} "
+            reason = str(error.strerror).split(" (")[0]
+            raise ConfigError(f"{where}--node-port {config.node_port}: {reason}") from None
+        self.port = port_of(self._socket)
 
     def __enter__(self) -> Self:
         return self
@@ -80,10 +132,12 @@ class JoinListener:
     def close(self) -> None:
         """Close the port and all pending connections."""
         for pending in self._pending:
-            pending.handshake.socket.close()
+            pending.link.close(0)
         self._pending.clear()
-        self._selector.close()
-        self._socket.close()
+        self._authenticator.stop()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(LINGER)
 
     def log_join_command(self, count: int) -> None:
         """Log the command to run on `count` other nodes."""
@@ -93,108 +147,116 @@ class JoinListener:
         # A warning, because nothing continues before somebody runs it.
         logger.warning("waiting for %s to run: %s", nodes, command)
 
-    def fileno(self) -> int:
-        """Return a descriptor; it is readable when `accept` has something to do."""
-        return self._selector.fileno()
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """All sockets; one of them is readable when `accept` has something to do."""
+        links = [each for pending in self._pending for each in pending.link.sockets]
+        return [self._socket, self._monitor, *links]
 
     def wait_for(self, count: int, timeout: float | None = None) -> list[JoinedNode]:
         """Wait for `count` nodes; return them in the order of joining, fewer after `timeout`."""
         joined: list[JoinedNode] = []
-        with selectors.DefaultSelector() as selector:
-            selector.register(self, selectors.EVENT_READ)
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while len(joined) < count:
-                left = CHECK_INTERVAL if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    break
-                for key, _ in selector.select(min(left, CHECK_INTERVAL)):
-                    if key.data is not None:  # a node sends nothing before it gets a message
-                        logger.info("%s has left", key.data.where)
-                        selector.unregister(key.fileobj)
-                        key.data.link.close()
-                        joined.remove(key.data)
-                if len(joined) < count and (node := self.accept()) is not None:
-                    joined.append(node)
-                    selector.register(node.link.socket, selectors.EVENT_READ, node)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while len(joined) < count:
+            left = CHECK_INTERVAL if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                break
+            poller = zmq.Poller()
+            for each in (*self.sockets, *(each for node in joined for each in node.link.sockets)):
+                poller.register(each, zmq.POLLIN)
+            poller.poll(ceil(1000 * min(left, CHECK_INTERVAL)))
+            for node in [*joined]:
+                if has_left(node):
+                    logger.info("%s has left", node.where)
+                    node.link.close(0)
+                    joined.remove(node)
+            while len(joined) < count and (new := self.accept()) is not None:
+                joined.append(new)
         return joined
 
     def accept(self) -> JoinedNode | None:
-        """Process available input and expired handshakes; return a newly joined node."""
-        for key, _ in self._selector.select(0):
-            if key.data is None:
-                self._accept()
-                continue
-            if key.data not in self._pending:  # replaced by a newer connection
-                continue
+        """Process available input and expired connections; return a newly joined node."""
+        while self._socket.poll(0):
+            self._answer()
+        self._read_monitor()
+        now = time.monotonic()
+        for pending in [*self._pending]:
             try:
-                joined = self._receive(key.data)
-            except (OSError, msgspec.DecodeError) as error:
-                self._reject(key.data, str(error))
+                hello = pending.link.receive()
+            except msgspec.DecodeError as error:
+                self._reject(pending, str(error))
                 continue
-            if joined is not None:
-                self._forget(key.data)
+            if isinstance(hello, Hello):
+                self._pending.remove(pending)
+                joined = JoinedNode(pending.link, hello, pending.knock.versions)
                 logger.info("%s has joined", joined.where)
                 return joined
-        now = time.monotonic()
-        for pending in [each for each in self._pending if each.handshake.deadline < now]:
-            self._reject(pending, "it did not prove in time that it knows --node-token")
+            if hello is not None or pending.link.has_ended or pending.deadline < now:
+                self._reject(pending, "it did not introduce itself in time")
         return None
 
-    def _accept(self) -> None:
+    def _answer(self) -> None:
+        """Answer a message from a peer that knows the token."""
+        peer, frame, *_ = self._socket.recv_multipart(copy=False)
+        self._read_monitor()  # knows this connection by now
+        self._strangers.discard(int(frame.get(zmq.SRCFD)))
         try:
-            sock, (address, *_) = self._socket.accept()
-        except OSError as error:  # the peer has hung up
-            logger.warning("a node could not join: %s", error.strerror)
+            knock = self._knocks.decode(frame.bytes)
+        except msgspec.DecodeError as error:
+            logger.warning("rejected a node: %s", error)
             return
-        if len(self._pending) == MAX_PENDING:
-            self._reject(self._pending[0], "too many others have connected")
-        pending = _PendingConnection(Handshake(sock, self.token), unmapped(address))
-        self._pending.append(pending)
-        self._selector.register(sock, selectors.EVENT_READ, pending)
-
-    def _receive(self, pending: _PendingConnection) -> JoinedNode | None:
-        """Process input from a pending connection; return the node once it has sent its Hello.
-
-        Raises:
-            OSError: the peer has hung up, or it may not join.
-            msgspec.DecodeError: its message is invalid.
-        """
-        if pending.link is None:
-            if (knows := pending.handshake.advance()) is False:
-                raise ConnectionError("it does not know --node-token")
-            if knows:  # it is trusted now, so reading whole messages may block
-                pending.link = Link(pending.handshake.socket, FromAgent)
-            return None
-        hello = pending.link.receive()
-        if not isinstance(hello, Hello):
-            raise ConnectionError("it did not introduce itself")
-        wrong = differences(versions(), hello.versions)
+        wrong = differences(versions(), knock.versions)
+        reply: Refused | Welcome
         if wrong and self._strict:
-            theirs = differences(hello.versions, versions())
-            pending.link.send(Refused(f"this node cannot join: {'; '.join(theirs)}"))
-            raise ConnectionError(f"{hello.name} cannot join: {'; '.join(wrong)}")
-        return JoinedNode(pending.link, hello)
+            logger.warning("rejected a node: %s cannot join: %s", knock.name, "; ".join(wrong))
+            theirs = "; ".join(differences(knock.versions, versions()))
+            reply = Refused(f"this node cannot join: {theirs}")
+        else:
+            link: Link[FromAgent]
+            try:
+                link, port = Link.listen(
+                    self._context, self._address, self._keys, FromAgent, self._patience
+                )
+            except zmq.ZMQError as error:  # too many open files; the node will try again
+                logger.warning("%s could not join: %s", knock.name, error.strerror)
+                return
+            deadline = time.monotonic() + HANDSHAKE_TIMEOUT
+            self._pending.append(_PendingNode(link, knock, deadline))
+            reply = Welcome(port, self._patience)
+        self._socket.send_multipart([peer.bytes, msgspec.msgpack.encode(reply)])
 
-    def _reject(self, pending: _PendingConnection, reason: str) -> None:
-        logger.warning("rejected %s: %s", pending.address, reason)
-        self._forget(pending)
-        pending.handshake.socket.close()
+    def _read_monitor(self) -> None:
+        """Log rejected connections. ZeroMQ does not tell their addresses."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            value = event["value"]
+            match event["event"]:
+                case zmq.EVENT_ACCEPTED:
+                    self._strangers.add(value)
+                case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    self._log_failure("it does not know --node-token")
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if value == errno.EAGAIN:
+                    self._log_failure("it did not prove in time that it knows --node-token")
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    self._log_failure("it has hung up")
+                case zmq.EVENT_DISCONNECTED if value in self._strangers:
+                    self._strangers.remove(value)
+                    if not self._failures:  # what came first was no handshake
+                        self._log_failure("it is not from `weft join`")
+                    self._failures -= 1
 
-    def _forget(self, pending: _PendingConnection) -> None:
+    def _log_failure(self, reason: str) -> None:
+        self._failures += 1
+        logger.warning("rejected a connection: %s", reason)
+
+    def _reject(self, pending: _PendingNode, reason: str) -> None:
+        logger.warning("rejected %s: %s", pending.knock.name, reason)
         self._pending.remove(pending)
-        self._selector.unregister(pending.handshake.socket)
+        pending.link.close(0)
 
 
-def _listen(address: str | None, port: int) -> socket.socket:
-    """Listen at one address, or at all addresses of this node."""
-    where = "" if address is None else f"--node-address {address} "
-    try:
-        if address is not None:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            return socket.create_server((address, port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        reason = str(error.strerror).split(" (")[0]
-        raise ConfigError(f"{where}--node-port {port}: {reason}") from None
+def has_left(node: JoinedNode) -> bool:
+    """Return whether the connection to an idle node has ended; drops its messages."""
+    while node.link.receive() is not None:
+        pass
+    return node.link.has_ended

@@ -1,151 +1,256 @@
-"""Authenticated TCP connections between the nodes of one model.
+"""Connections between the nodes of one model.
 
-Messages are MessagePack in declared types, each preceded by its length in 8 bytes. Before the first
-message both sides prove that they know the group's token. The token itself is never sent:
+    joining node                          controller
+    Knock                ──► join port    compares versions (join_listener.py)
+                         ◄── join port    Welcome(port): opens a port for this node alone
+    Hello                ──► that port
+    further messages     ◄─► that port
 
-    listener                                joining node
-    MAGIC, nonce a                  ──►
-                                    ◄──     nonce b, HMAC(token, "join" a b)
-    HMAC(token, "listen" a b)       ──►
-
-(HMAC with SHA-256, FIPS 198-1.) The messages are neither encrypted nor signed, and neither is the
-traffic between ranks. Use a network that outsiders cannot reach.
+Each `Link` has its own ZeroMQ socket, with CURVE (curve.py). So closing it ends one connection.
+Messages are MessagePack in declared types. ZeroMQ queues at most 1,000 messages on each side.
 """
 
 from __future__ import annotations
 
-import hmac
+import errno
 import ipaddress
-import secrets
-import select
+import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from math import ceil
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from weft.errors import ConfigError
-
-PROTOCOL = b"weft-join-"
-MAGIC = PROTOCOL + b"3\n"
-"""Protocol version. Increase it if messages change that nodes exchange before `Hello.versions`."""
-
-NONCE = 32
-PROOF = 32
-REJECTION = bytes(PROOF)
-"""Answer to a wrong proof, in place of the listener's own proof."""
-
-HANDSHAKE_TIMEOUT = 5.0
-"""Seconds for the other side to prove that it knows the token and to introduce itself."""
-
-MAX_PATIENCE = 100_000.0
-"""Maximum patience in seconds. A quarter of it fits TCP's limit for keepalive times, 32,767."""
+from weft.serving.executor.nodes.curve import (
+    HANDSHAKE_TIMEOUT,
+    Context,
+    Keys,
+    make_socket,
+    use_as_head,
+    use_as_node,
+)
 
 PATIENCE = 30.0
 """Seconds without a sign of life from the other node until a connection counts as lost."""
 
-TOKEN_LENGTH = 16
-"""Minimum characters in a token. Whoever sees a proof can test guesses against it."""
+CONNECT_TIMEOUT = 5.0
+"""Seconds for the other side to accept a connection."""
+
+LINGER = 1000
+"""Maximum milliseconds for the last messages to leave when a connection is closed."""
+
+DIAL_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+ENDED = "its connection has ended"
 
 Message = TypeVar("Message")
 
 
-class Link(Generic[Message]):
-    """One end of an authenticated connection.
+class HandshakeError(ConnectionError):
+    """A handshake that the other side ended: it has another token, or it is going away."""
 
-    TCP keepalive detects a node that vanishes without closing the connection.
+
+class Link(Generic[Message]):
+    """One end of an encrypted connection.
 
     Args:
-        sock: the connection.
+        context: owner of the socket.
+        kind: type of the ZeroMQ socket.
         receives: type of the received messages.
+        patience: seconds without a sign of life until the connection counts as lost.
+        events: events for ZeroMQ to report.
 
     Attributes:
-        socket: becomes readable when there is something to receive.
+        sockets: one of them is readable when there is something to receive.
+        has_ended: True if nothing more can be received.
+        own_address: this node's address, as used by the other node.
     """
 
-    def __init__(self, sock: socket.socket, receives: Any) -> None:
-        self.socket = sock
+    def __init__(
+        self, context: Context, kind: int, receives: Any, patience: float, events: int
+    ) -> None:
+        self._socket = make_socket(context, kind, patience)
+        self._monitor = self._socket.get_monitor_socket(events)
+        self.sockets = (self._socket, self._monitor)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(receives)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.set_patience(PATIENCE)
+        self.has_ended = False
+        self.own_address = ""
+        self._descriptor: int | None = None  # of the TCP connection, once the other node is known
 
-    def set_patience(self, seconds: float) -> None:
-        """Set the seconds without a sign of life until the connection counts as lost."""
-        tcp = socket.IPPROTO_TCP
-        seconds = min(seconds, MAX_PATIENCE)
-        probe = max(1, round(seconds / 4))
-        self.socket.settimeout(seconds)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.socket.setsockopt(tcp, socket.TCP_KEEPIDLE, probe)
-        self.socket.setsockopt(tcp, socket.TCP_KEEPINTVL, probe)
-        self.socket.setsockopt(tcp, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+    @classmethod
+    def listen(
+        cls, context: Context, address: str | None, keys: Keys, receives: Any, patience: float
+    ) -> tuple[Self, int]:
+        """Wait for one node at a free port; return the link and the port.
 
-    @property
-    def own_address(self) -> str:
-        """This node's address, as used by the other node."""
-        return unmapped(self.socket.getsockname()[0])
+        The port stays open, because closing it would end the connection. It admits no second node.
 
-    @property
-    def address(self) -> str:
-        """The other node's address, as seen from here."""
-        return unmapped(self.socket.getpeername()[0])
-
-    @property
-    def has_input(self) -> bool:
-        """True if a message, or the end of the connection, can be received now."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def send(self, message: object) -> None:
-        """Send a message.
+        Args:
+            address: address to listen at; None means all addresses.
+            keys: keys of the group.
 
         Raises:
-            OSError: the connection is lost.
+            zmq.ZMQError: there are too many sockets.
         """
-        data = self._encoder.encode(message)
-        self.socket.sendall(len(data).to_bytes(8, "little") + data)
+        link = cls(context, zmq.PAIR, receives, patience, zmq.EVENT_DISCONNECTED)
+        try:
+            use_as_head(link._socket, keys)
+            link._socket.bind(endpoint(address or "*", 0))
+        except BaseException:
+            link.close(0)
+            raise
+        return link, port_of(link._socket)
+
+    @classmethod
+    def dial(
+        cls,
+        context: Context,
+        kind: int,
+        host: str,
+        port: int,
+        keys: Keys,
+        receives: Any,
+        patience: float = PATIENCE,
+    ) -> Self:
+        """Connect to a listening node, and complete the handshake.
+
+        Raises:
+            OSError: nobody answers there. HandshakeError: the listener has ended the handshake.
+            ConfigError: the listener is not weft, or it has another token.
+        """
+        failure: OSError | None = None
+        for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            numeric, _ = socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+            link = cls(context, kind, receives, patience, DIAL_EVENTS)
+            try:
+                use_as_node(link._socket, keys)
+                link._socket.connect(endpoint(numeric, port))
+                link._shake_hands()
+                return link
+            except OSError as error:
+                link.close(0)
+                failure = error
+            except BaseException:
+                link.close(0)
+                raise
+        assert failure is not None  # getaddrinfo returns at least one address
+        raise failure
+
+    def _shake_hands(self) -> None:
+        descriptor, deadline = -1, time.monotonic() + CONNECT_TIMEOUT + HANDSHAKE_TIMEOUT
+        while (left := deadline - time.monotonic()) > 0 and self._monitor.poll(ceil(1000 * left)):
+            event = recv_monitor_message(self._monitor)
+            match event["event"]:
+                case zmq.EVENT_CONNECTED:
+                    descriptor = event["value"]
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._establish(descriptor)
+                    return
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if event["value"] == errno.EAGAIN:
+                    break
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    raise HandshakeError(0, "it has ended the handshake")
+                case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    raise ConfigError("--node-token is not the token of that server")
+                case zmq.EVENT_DISCONNECTED:  # what came first was no handshake
+                    raise ConfigError("the server there is not this version of weft with --nodes")
+                case zmq.EVENT_CLOSED:
+                    raise ConnectionError(0, "nothing accepts connections there")
+        raise TimeoutError(0, "it does not answer")
+
+    def _establish(self, descriptor: int) -> None:
+        """Note the TCP connection.
+
+        Raises:
+            OSError: it has ended.
+        """
+        with socket.socket(fileno=os.dup(descriptor)) as own:
+            self.own_address = unmapped(own.getsockname()[0])
+        self._descriptor = descriptor
+
+    def send(self, message: object) -> None:
+        """Send a message without waiting.
+
+        Raises:
+            OSError: the connection has ended, or too many messages wait for the other node.
+        """
+        if self._socket.closed:
+            raise ConnectionError(0, ENDED)
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            is_full = not self.has_ended and not self._monitor.poll(0)
+            reason = "it does not read its messages" if is_full else ENDED
+            raise ConnectionError(0, reason) from None
 
     def receive(self) -> Message | None:
-        """Receive a message whose first byte has arrived; None if the connection has ended.
+        """Receive a message if there is one; else return None, and bring `has_ended` up to date.
 
         Raises:
             msgspec.DecodeError: the message has none of the declared types.
         """
-        header = read(self.socket, 8)
-        data = read(self.socket, int.from_bytes(header, "little")) if header else b""
-        return self._decoder.decode(data) if data else None
-
-    def wait(self, timeout: float | None = None) -> Message | None:
-        """Wait for a message and receive it; None after `timeout` seconds without one."""
-        patience = self.socket.gettimeout()
-        self.socket.settimeout(timeout)
+        has_event = self._monitor.poll(0)  # if it is the end, all messages have come already
         try:
-            self.socket.recv(1, socket.MSG_PEEK)
-        except OSError:
+            if self._descriptor is not None:
+                return self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if has_event:
+                event = recv_monitor_message(self._monitor)
+                ended = event["event"] == zmq.EVENT_DISCONNECTED
+                # Others may have tried to connect to the same port, and failed.
+                self.has_ended = ended and event["value"] == self._descriptor
             return None
-        finally:
-            self.socket.settimeout(patience)
-        return self.receive()
+        try:
+            self._establish(int(frame.get(zmq.SRCFD)))
+        except OSError:
+            self.has_ended = True
+            return None
+        return self._decoder.decode(frame.bytes)
 
-    def shut(self) -> None:
-        """End the connection. Blocked reads and writes return on both sides."""
-        with suppress(OSError):  # it has already ended
-            self.socket.shutdown(socket.SHUT_RDWR)
+    def wait(
+        self, timeout: float | None = None, interrupts: Sequence[socket.socket] = ()
+    ) -> Message | None:
+        """Wait for a message and receive it.
 
-    def close(self) -> None:
-        """Close the socket."""
-        self.socket.close()
+        Returns None at the end of the connection, after `timeout` seconds, or if one of the
+        `interrupts` is readable.
+        """
+        poller = zmq.Poller()
+        for each in (*self.sockets, *interrupts):
+            poller.register(each, zmq.POLLIN)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (message := self.receive()) is None and not self.has_ended:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            events = poller.poll(None if left is None else ceil(1000 * left))
+            if any(each not in self.sockets for each, _ in events):
+                break
+        return message
 
-
-def check_token(token: str | None) -> None:
-    """Raise ConfigError for a token that could be guessed."""
-    if token is not None and len(token) < TOKEN_LENGTH:
-        raise ConfigError(
-            f"--node-token has {len(token)} characters; it must have at least {TOKEN_LENGTH}"
-        )
+    def close(self, linger: int = LINGER) -> None:
+        """End the connection. Sent messages have `linger` ms to leave, in the background."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger)
 
 
 def check_address(address: str | None) -> None:
@@ -157,110 +262,14 @@ def check_address(address: str | None) -> None:
     raise ConfigError(f"--node-address is {address!r}; it must be an IP address of this node")
 
 
-def read(sock: socket.socket, count: int) -> bytes:
-    """Read exactly `count` bytes; return b"" if the connection ends or times out first."""
-    parts: list[bytes] = []
-    while count:
-        try:
-            part = sock.recv(min(count, 1 << 20))
-        except OSError:  # reset, timed out, no route
-            part = b""
-        if not part:
-            return b""
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+def endpoint(address: str, port: int) -> str:
+    """Build a ZeroMQ endpoint; port 0 means a free one."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-class Handshake:
-    """The listener's side of the handshake on a new connection, without blocking.
-
-    Args:
-        sock: the connection; it becomes non-blocking.
-        token: the group's token.
-
-    Attributes:
-        socket: becomes readable when `advance` has something to do.
-        deadline: end of the handshake, by time.monotonic().
-    """
-
-    def __init__(self, sock: socket.socket, token: str) -> None:
-        self.socket = sock
-        self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT
-        self._token = token
-        self._nonce = secrets.token_bytes(NONCE)
-        self._received = b""
-        sock.setblocking(False)
-        with suppress(OSError):  # the peer has hung up; `advance` will notice
-            sock.sendall(MAGIC + self._nonce)
-
-    def advance(self) -> bool | None:
-        """Read available bytes; return whether the peer knows the token, None while incomplete.
-
-        Raises:
-            OSError: the peer has hung up.
-        """
-        try:
-            part = self.socket.recv(NONCE + PROOF - len(self._received))
-        except BlockingIOError:
-            return None
-        if not part:
-            raise ConnectionError("it has hung up")
-        self._received += part
-        if len(self._received) < NONCE + PROOF:
-            return None
-        theirs, proof = self._received[:NONCE], self._received[NONCE:]
-        knows = hmac.compare_digest(proof, _proof(self._token, b"join", self._nonce, theirs))
-        answer = _proof(self._token, b"listen", self._nonce, theirs) if knows else REJECTION
-        self.socket.sendall(answer)
-        return knows
-
-
-def verify_peer(sock: socket.socket, token: str) -> bool:
-    """Complete the handshake as the listener; return whether the peer knows the token."""
-    handshake = Handshake(sock, token)
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    with suppress(OSError):
-        while (left := handshake.deadline - time.monotonic()) > 0:
-            if poll.poll(1000 * left) and (knows := handshake.advance()) is not None:
-                return knows
-    return False
-
-
-def prove_token(sock: socket.socket, token: str) -> None:
-    """Complete the handshake as the joining node, and check the listener's proof.
-
-    Raises:
-        OSError: the listener does not answer.
-        ConfigError: the listener is not weft, or it has another token.
-    """
-    sock.settimeout(HANDSHAKE_TIMEOUT)
-    magic = read(sock, len(MAGIC))
-    if not magic:
-        raise ConnectionError("it has hung up")
-    if not magic.startswith(PROTOCOL):
-        raise ConfigError("the server there is not `weft` waiting for nodes")
-    if magic != MAGIC:
-        raise ConfigError(
-            f"weft there speaks {_name(magic)}, and here {_name(MAGIC)}: install the same version "
-            "on both nodes"
-        )
-    theirs, ours = read(sock, NONCE), secrets.token_bytes(NONCE)
-    sock.sendall(ours + _proof(token, b"join", theirs, ours))
-    proof = read(sock, PROOF)
-    if not proof:
-        raise ConnectionError("it has hung up")
-    if not hmac.compare_digest(proof, _proof(token, b"listen", theirs, ours)):
-        raise ConfigError("--node-token is not the token of that server")
-
-
-def _proof(token: str, side: bytes, *nonces: bytes) -> bytes:
-    return hmac.digest(token.encode(), side + b"".join(nonces), "sha256")
-
-
-def _name(magic: bytes) -> str:
-    return magic.decode(errors="replace").strip()
+def port_of(bound: zmq.Socket[bytes]) -> int:
+    """Return the port of a bound socket."""
+    return int(bound.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
 def unmapped(address: str) -> str:

@@ -15,6 +15,36 @@ from weft.serving.executor.placement import Inventory
 from weft.version import __version__
 
 
+class Knock(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> join port: the first message. It never changes, so any two versions understand it.
+
+    Attributes:
+        name: name of the node.
+        versions: versions of libraries that must be the same on all nodes.
+    """
+
+    name: str
+    versions: dict[str, str]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Join port -> agent: connect to another port, and send `Hello` there.
+
+    Attributes:
+        port: port for this node alone.
+        patience: seconds without a sign of life until the connection counts as lost.
+    """
+
+    port: int
+    patience: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Join port -> agent: this node cannot join."""
+
+    reason: str
+
+
 class Start(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: start ranks.
 
@@ -26,7 +56,6 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         world_size: number of ranks on all nodes.
         rendezvous_host: address of rank 0's node.
         heartbeat: seconds between two `RankProgress` messages.
-        patience: seconds without a sign of life after which the connection counts as lost.
     """
 
     config: EngineConfig
@@ -35,7 +64,6 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     world_size: int
     rendezvous_host: str
     heartbeat: float
-    patience: float
 
 
 class Rendezvous(msgspec.Struct, frozen=True, tag=True):
@@ -78,12 +106,6 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: answer with `Pong`."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: this node cannot join."""
-
-    reason: str
-
-
 class RunChecks(msgspec.Struct, frozen=True, tag=True):
     """Controller -> agent: run the checks of `weft doctor` on this node."""
 
@@ -95,42 +117,31 @@ class Listen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Probe(msgspec.Struct, frozen=True, tag=True):
-    """Controller -> agent: connect to a listening node and measure the link."""
+    """Controller -> agent: connect to a listening node and measure the link; see `Listening`."""
 
     address: str
     port: int
+    ticket: bytes
     seconds: float
 
 
 ToAgent = (
-    Start
-    | Rendezvous
-    | NodeStep
-    | Dump
-    | End
-    | JoinEngine
-    | Ping
-    | Refused
-    | RunChecks
-    | Listen
-    | Probe
+    Start | Rendezvous | NodeStep | Dump | End | JoinEngine | Ping | RunChecks | Listen | Probe
 )
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: the first message.
+    """Agent -> controller: the first message at the node's own port.
 
     Attributes:
         name: name of the node.
         address: address where ranks on other nodes reach the ranks of this node.
-        versions: versions of libraries that must be the same on all nodes.
         inventory: devices and memory of the node.
         node: number that the controller has assigned to the node; 0 if none.
     """
 
     name: str
     address: str
-    versions: dict[str, str]
     inventory: Inventory
     node: int = 0
 
@@ -201,9 +212,14 @@ class CheckResults(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> controller: the answer to `Listen`."""
+    """Agent -> controller: the answer to `Listen`.
+
+    Attributes:
+        ticket: random bytes that the other node must send first.
+    """
 
     port: int
+    ticket: bytes
 
 
 class LinkSpeed(msgspec.Struct, frozen=True, tag=True):

@@ -2,11 +2,11 @@
 
     this node                                      other nodes
     RankExecutor ──► LocalNode: ranks 0, 1
-                 ──► RemoteNode ──────── TCP ────►  agent: ranks 2, 3
+                 ──► RemoteNode ─── link.py ─────►  agent: ranks 2, 3
 
 The other nodes have joined the API process (node_pool.py). It tells the agents in this engine's
-slice (placement.py) to connect to this engine core, too. Once all have connected, each gets its
-ranks, and the port is closed.
+slice (placement.py) to join this engine core, too. Once all have joined, each gets its ranks, and
+the join port is closed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+import zmq
+
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.loading import LOOPBACK, LoadedModel
 from weft.serving.executor.node import LocalNode, Node
+from weft.serving.executor.nodes.curve import Context
 from weft.serving.executor.nodes.join_listener import JoinListener
-from weft.serving.executor.nodes.link import check_address
+from weft.serving.executor.nodes.link import LINGER, check_address
 from weft.serving.executor.nodes.messages import Unreachable
 from weft.serving.executor.nodes.probe import measure_links
 from weft.serving.executor.nodes.remote import JoinedNode, RemoteNode
@@ -50,15 +53,30 @@ class MultiNodeExecutor(RankExecutor):
         load_model: Callable[..., LoadedModel],
         announce: Callable[[int], None],
     ) -> None:
-        super().__init__(config, connected_nodes(config, load_model, announce))
+        self._context: Context = zmq.Context()
+        nodes = connected_nodes(self._context, config, load_model, announce)
+        try:
+            super().__init__(config, nodes)
+        except BaseException:
+            self._context.destroy(LINGER)
+            raise
+
+    def close(self) -> None:
+        """See `Executor.close`. The last messages have left then."""
+        super().close()
+        self._context.destroy(LINGER)
 
 
 def connected_nodes(
-    config: EngineConfig, load_model: Callable[..., LoadedModel], announce: Callable[[int], None]
+    context: Context,
+    config: EngineConfig,
+    load_model: Callable[..., LoadedModel],
+    announce: Callable[[int], None],
 ) -> Iterator[Node]:
     """Wait for all nodes in the slice; yield each one with its ranks started."""
     others = {part.node for part in config.replica.slice if part.node}
-    with JoinListener(replace(config, node_port=0)) as listener:
+    patience = config.stall_timeout * STUCK_FRACTION
+    with JoinListener(context, replace(config, node_port=0), patience=patience) as listener:
         announce(listener.port)
         joined = {each.hello.node: each for each in listener.wait_for(len(others), JOIN_TIMEOUT)}
     if missing := others - joined.keys():
@@ -70,18 +88,17 @@ def connected_nodes(
             if part.node in missing
         )
         raise EngineError(f"{names}, did not connect to its engine within {JOIN_TIMEOUT:g} s")
-    yield from start_nodes(config, joined, listener.token, import_path(load_model))
+    yield from start_nodes(config, joined, import_path(load_model))
 
 
 def start_nodes(
-    config: EngineConfig, joined: Mapping[int, JoinedNode], token: str, load_model: str
+    config: EngineConfig, joined: Mapping[int, JoinedNode], load_model: str
 ) -> Iterator[Node]:
     """Start the ranks on each node, in rank order.
 
     Args:
         config: settings of this engine, with its slice.
         joined: the other nodes by number. A node of the slice that is missing here is this one.
-        token: the group's token.
         load_model: "module:function", for the ranks on this node.
 
     Raises:
@@ -98,7 +115,7 @@ def start_nodes(
             for part in slice
         ]
         check_addresses(addresses)
-        for source, target, link in measure_links(own, others, token, seconds=0.0):
+        for source, target, link in measure_links(own, others, seconds=0.0):
             if isinstance(link, Unreachable):
                 raise EngineError(f"{source} cannot reach {target} at a free port: {link.reason}")
         slice_ranks = list(ranks_by_node(config))

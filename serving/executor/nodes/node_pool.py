@@ -2,7 +2,7 @@
 
     weft join ──► API process: Hello with its inventory     once, and after each lost connection
     weft join ◄── API process: JoinEngine(engine, port)     for each engine with a part of the node
-    weft join ──► engine core: a connection                 through which it gets its ranks
+    weft join ──► engine core: joins it, too                and gets its ranks from it
 
 Each node has a number, in the order of joining, and slices (placement.py) refer to nodes by it. If
 a node is lost, the next joining node with enough devices takes over its number. Nodes that join
@@ -13,7 +13,7 @@ while all numbers are taken wait in reserve. The port stays open all the time.
 
 The pool drops a silent node before an engine with ranks on it reports the loss (after half of
 `stall_timeout`). The restarted engine therefore gets another node, or waits for one. Everything
-runs on the event loop, and a slow peer never blocks it.
+runs in one task on the event loop, and a slow peer never blocks it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import zmq
+import zmq.asyncio
 
-from weft.errors import EngineError
+from weft.errors import ConfigError, EngineError
+from weft.serving.executor.nodes.curve import Context
 from weft.serving.executor.nodes.join_listener import JoinListener
-from weft.serving.executor.nodes.messages import End, JoinEngine, Ping
+from weft.serving.executor.nodes.link import ENDED, LINGER, Link
+from weft.serving.executor.nodes.messages import End, FromAgent, JoinEngine, Ping
 from weft.serving.executor.nodes.multi_node_executor import check_nodes
 from weft.serving.executor.placement import Inventory, can_replace
 from weft.serving.executor.ranks import STUCK_FRACTION
@@ -75,17 +79,21 @@ class NodePool:
         check_nodes(config)
         self._config = config
         self._patience = config.stall_timeout * STUCK_FRACTION * SILENCE_FRACTION
-        self._listener = JoinListener(config)
+        self._context: Context = zmq.Context()
+        try:
+            self._listener = JoinListener(self._context, config, patience=self._patience)
+        except ConfigError:
+            self._context.term()
+            raise
         self.port, self.token = self._listener.port, self._listener.token
         self._numbers = range(1, config.nodes)
         self._nodes: list[_PoolNode] = []
+        self._ended: list[Link[FromAgent]] = []
         self._by_number: dict[int, _PoolNode] = {}
         self._inventories: dict[int, Inventory] = {}
         self._engine_configs: Sequence[EngineConfig] = ()
         self._changed = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener.fileno(), self._accept)
-        self._heartbeats = self._loop.create_task(self._send_heartbeats())
+        self._task = asyncio.get_running_loop().create_task(self._follow_nodes())
         self._is_closed = False
 
     async def inventories(self) -> list[Inventory]:
@@ -126,24 +134,27 @@ class NodePool:
             node = self._by_number.get(part.node)
             try:
                 if node is None:
-                    raise ConnectionError(0, "its connection has ended")
+                    raise ConnectionError(0, ENDED)
                 node.joined.link.send(JoinEngine(engine, port, part.node))
             except OSError as error:
                 where = self._inventories[part.node].where
                 raise EngineError(f"{where} has left: {error.strerror}") from None
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Dismiss all nodes and close the port. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._heartbeats.cancel()
-        self._loop.remove_reader(self._listener.fileno())
+        self._task.cancel()
+        await asyncio.wait([self._task])
         self._listener.close()
+        for link in self._ended:
+            link.close(0)
         for node in self._nodes:
             with suppress(OSError):  # the node has left
                 node.joined.link.send(End(0.0))
-            self._hang_up(node)
+            node.joined.link.close()
+        self._context.destroy(LINGER)  # the last messages have left then
 
     async def _wait_until_present(self, numbers: Sequence[int]) -> None:
         while missing := [number for number in numbers if not self._is_present(number)]:
@@ -156,65 +167,75 @@ class NodePool:
 
     def _is_present(self, number: int) -> bool:
         """Return whether a node is present, after processing its unread messages."""
-        while (node := self._by_number.get(number)) and node.joined.link.has_input:
+        if (node := self._by_number.get(number)) is not None:
             self._receive(node)
-        return node is not None
+        return number in self._by_number
 
-    def _accept(self) -> None:
-        """Process input from pending connections; add a newly joined node."""
-        joined = self._listener.accept()
-        if joined is None:
-            return
-        joined.link.set_patience(self._patience)
-        node = _PoolNode(joined, time.monotonic())
-        self._nodes.append(node)
-        self._loop.add_reader(joined.link.socket.fileno(), self._receive, node)
-        self._assign_numbers()
-
-    def _receive(self, node: _PoolNode) -> None:
-        """Receive a message from a node. Any message is a sign of life."""
-        try:
-            message = node.joined.link.receive()
-        except msgspec.DecodeError:
-            message = None
-        if message is None:
-            self._remove(node, "has left")
-        else:
-            node.last_heard = time.monotonic()
-
-    async def _send_heartbeats(self) -> None:
-        """Ping all nodes regularly, and drop silent ones."""
+    async def _follow_nodes(self) -> None:
+        """Receive from all nodes, ping them regularly, and drop silent ones."""
         pause = min(HEARTBEAT, self._patience / 4)
         last = time.monotonic()
         while True:
-            await asyncio.sleep(pause)
-            now = time.monotonic()
-            late = max(0.0, now - last - pause)
-            last = now
-            self._accept()  # expired handshakes cause no event
+            await self._wait_for_input(last + pause - time.monotonic())
+            while (joined := self._listener.accept()) is not None:
+                self._nodes.append(_PoolNode(joined, time.monotonic()))
+                self._assign_numbers()
             for node in [*self._nodes]:
-                # While this process was paused, the other machine may have been paused as well.
-                node.last_heard += late
-                if now - node.last_heard > self._patience:
-                    self._remove(node, f"has said nothing for {self._patience:g} s; dropped")
-                    continue
-                with suppress(OSError):  # the node has left, as `_receive` will notice
-                    node.joined.link.send(Ping())
+                self._receive(node)
+            now = time.monotonic()
+            if now >= last + pause:
+                self._send_heartbeats(now, late=now - last - pause)
+                last = now
+
+    async def _wait_for_input(self, timeout: float) -> None:
+        """Wait until a socket is readable, or for `timeout` seconds."""
+        for link in self._ended:
+            link.close(0)
+        self._ended.clear()
+        links = (each for node in self._nodes for each in node.joined.link.sockets)
+        poller = zmq.asyncio.Poller()
+        for each in (*self._listener.sockets, *links):
+            poller.register(each, zmq.POLLIN)
+        await poller.poll(round(1000 * max(0.0, timeout)))
+
+    def _receive(self, node: _PoolNode) -> None:
+        """Receive all messages from a node. Any message is a sign of life."""
+        link = node.joined.link
+        try:
+            while link.receive() is not None:
+                node.last_heard = time.monotonic()
+            is_lost = link.has_ended
+        except msgspec.DecodeError:
+            is_lost = True
+        if is_lost:
+            self._remove(node, "has left")
+
+    def _send_heartbeats(self, now: float, late: float) -> None:
+        """Ping all nodes, and drop silent ones.
+
+        Args:
+            now: time.monotonic().
+            late: seconds by which this heartbeat is late.
+        """
+        for node in [*self._nodes]:
+            # While this process was paused, the other machine may have been paused as well.
+            node.last_heard += late
+            if now - node.last_heard > self._patience:
+                self._remove(node, f"has said nothing for {self._patience:g} s; dropped")
+                continue
+            with suppress(OSError):  # the node has left, as `_receive` will notice
+                node.joined.link.send(Ping())
 
     def _remove(self, node: _PoolNode, reason: str) -> None:
         if node not in self._nodes:  # already removed
             return
         logger.warning("%s %s", node.joined.where, reason)
         self._nodes.remove(node)
-        self._hang_up(node)
+        self._ended.append(node.joined.link)  # `_follow_nodes` may be waiting for it just now
         for number, other in list(self._by_number.items()):
             if other is node:
                 del self._by_number[number]
         self._assign_numbers()
-
-    def _hang_up(self, node: _PoolNode) -> None:
-        self._loop.remove_reader(node.joined.link.socket.fileno())
-        node.joined.link.close()
 
     def _assign_numbers(self) -> None:
         """Give free numbers to suitable nodes in reserve."""

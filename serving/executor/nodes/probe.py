@@ -1,12 +1,15 @@
 """Probes of the links between nodes: reachability, latency and bandwidth, at ports as ranks use.
 
 One node listens at a free port of its address for a single connection. The other one connects,
-sends some bytes back and forth, then sends as much as it can for a while. Both must know the
-group's token.
+sends some bytes back and forth, then sends as much as it can for a while. First it sends a ticket,
+random bytes that it got from the controller: another program there would not echo them. Like the
+traffic between ranks, all this is plain TCP.
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
 import threading
 import time
@@ -15,9 +18,8 @@ from contextlib import closing
 from itertools import permutations
 from typing import Protocol
 
-from weft.errors import ConfigError
 from weft.serving.config.slices import HERE
-from weft.serving.executor.nodes.link import prove_token, read, verify_peer
+from weft.serving.executor.child_process import read
 from weft.serving.executor.nodes.messages import LinkSpeed, Listen, Listening, Probe, Unreachable
 from weft.serving.executor.nodes.remote import JoinedNode
 
@@ -26,27 +28,29 @@ WAIT = 5.0
 
 CHUNK = 1 << 20
 PINGS = 20
+TICKET = 32
 
 
-def listen(address: str) -> socket.socket:
-    """Open a socket that waits for one connection."""
+def listen(address: str) -> tuple[socket.socket, Listening]:
+    """Open a socket that waits for one connection; return it with its port and ticket."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     listener.settimeout(WAIT)
-    return listener
+    return listener, Listening(listener.getsockname()[1], secrets.token_bytes(TICKET))
 
 
-def answer_probe(listener: socket.socket, token: str) -> None:
-    """Let one other node measure the link to this one."""
+def answer_probe(listener: socket.socket, ticket: bytes) -> None:
+    """Let one other node, which has the ticket, measure the link to this one."""
     with closing(listener):
         try:
             sock, _ = listener.accept()
         except OSError:
             return  # the other node reports the reason
     with sock:
-        if not verify_peer(sock, token):
-            return
         sock.settimeout(WAIT)
+        if not hmac.compare_digest(read(sock, TICKET), ticket):
+            return
+        sock.sendall(ticket)
         for _ in range(PINGS):
             if not (ping := read(sock, 1)):
                 return
@@ -56,19 +60,19 @@ def answer_probe(listener: socket.socket, token: str) -> None:
         sock.sendall(b"\0")
 
 
-def probe_link(address: str, port: int, token: str, seconds: float) -> LinkSpeed | Unreachable:
+def probe_link(address: str, port: int, ticket: bytes, seconds: float) -> LinkSpeed | Unreachable:
     """Measure the link to a listening node.
 
     Args:
-        address, port: where it listens.
-        token: the group's token.
+        address, port, ticket: where it listens, and its ticket.
         seconds: how long to send data.
     """
     try:
         with socket.create_connection((address, port), WAIT) as sock:
-            prove_token(sock, token)
-            sock.settimeout(WAIT)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(ticket)
+            if read(sock, TICKET) != ticket:
+                raise ConnectionError("another program answers there")
             times = []
             for _ in range(PINGS):
                 begin = time.perf_counter()
@@ -85,8 +89,6 @@ def probe_link(address: str, port: int, token: str, seconds: float) -> LinkSpeed
             if not read(sock, 1):
                 raise ConnectionError("it has hung up")
             bandwidth = sent / (time.perf_counter() - begin)
-    except ConfigError as error:
-        return Unreachable(str(error))
     except OSError as error:
         return Unreachable(str(error.strerror or error))
     return LinkSpeed(sorted(times)[PINGS // 2], bandwidth)
@@ -103,30 +105,30 @@ class _Endpoint(Protocol):
     where: str
     address: str
 
-    def listen(self) -> int | Unreachable:
-        """Wait for one connection in the background; return the port."""
+    def listen(self) -> Listening | Unreachable:
+        """Wait for one connection in the background; return the port and the ticket."""
 
-    def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
+    def probe(self, address: str, listening: Listening, seconds: float) -> LinkSpeed | Unreachable:
         """See `probe_link`."""
 
 
 class _LocalEndpoint:
     where = HERE
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str) -> None:
         self.address = address
-        self._token = token
 
-    def listen(self) -> int | Unreachable:
+    def listen(self) -> Listening | Unreachable:
         try:
-            listener = listen(self.address)
+            listener, listening = listen(self.address)
         except OSError as error:
             return Unreachable(str(error.strerror))
-        threading.Thread(target=answer_probe, args=(listener, self._token), daemon=True).start()
-        return int(listener.getsockname()[1])
+        arguments = (listener, listening.ticket)
+        threading.Thread(target=answer_probe, args=arguments, daemon=True).start()
+        return listening
 
-    def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
-        return probe_link(address, port, self._token, seconds)
+    def probe(self, address: str, listening: Listening, seconds: float) -> LinkSpeed | Unreachable:
+        return probe_link(address, listening.port, listening.ticket, seconds)
 
 
 class _RemoteEndpoint:
@@ -134,16 +136,15 @@ class _RemoteEndpoint:
         self.where, self.address = joined.where, joined.hello.address
         self._link = joined.link
 
-    def listen(self) -> int | Unreachable:
+    def listen(self) -> Listening | Unreachable:
         match self._ask(Listen(), WAIT):
-            case Listening(port):
-                return port
-            case Unreachable() as failure:
-                return failure
+            case Listening() | Unreachable() as answer:
+                return answer
         return Unreachable("it does not answer")
 
-    def probe(self, address: str, port: int, seconds: float) -> LinkSpeed | Unreachable:
-        match self._ask(Probe(address, port, seconds), 4 * WAIT + seconds):
+    def probe(self, address: str, listening: Listening, seconds: float) -> LinkSpeed | Unreachable:
+        question = Probe(address, listening.port, listening.ticket, seconds)
+        match self._ask(question, 4 * WAIT + seconds):
             case LinkSpeed() | Unreachable() as result:
                 return result
         return Unreachable("it does not answer")
@@ -157,22 +158,21 @@ class _RemoteEndpoint:
 
 
 def measure_links(
-    own: str | None, others: list[JoinedNode], token: str, seconds: float
+    own: str | None, others: list[JoinedNode], seconds: float
 ) -> Iterator[tuple[str, str, LinkSpeed | Unreachable]]:
     """Measure the links between all nodes, in both directions: source, target and result.
 
     Args:
         own: this node's address; None if it has no ranks.
         others: the other nodes.
-        token: the group's token.
         seconds: how long to send data over each link.
     """
     ends: list[_Endpoint] = [_RemoteEndpoint(joined) for joined in others]
     if own is not None:
-        ends.insert(0, _LocalEndpoint(own, token))
+        ends.insert(0, _LocalEndpoint(own))
     for source, target in permutations(ends, 2):
-        port = target.listen()
-        if isinstance(port, Unreachable):
-            yield source.where, target.where, port
+        listening = target.listen()
+        if isinstance(listening, Unreachable):
+            yield source.where, target.where, listening
         else:
-            yield source.where, target.where, source.probe(target.address, port, seconds)
+            yield source.where, target.where, source.probe(target.address, listening, seconds)

@@ -18,16 +18,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import zmq
+
 from weft.errors import ConfigError, EngineError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import Kind
 from weft.serving.executor.loading import LoadedModel
 from weft.serving.executor.node import Node
+from weft.serving.executor.nodes.curve import Context
 from weft.serving.executor.nodes.join_listener import JoinListener
+from weft.serving.executor.nodes.link import LINGER
 from weft.serving.executor.nodes.multi_node_executor import start_nodes
 from weft.serving.executor.nodes.remote import JoinedNode
 from weft.serving.executor.placement import kind_of
-from weft.serving.executor.ranks import RankExecutor, import_path
+from weft.serving.executor.ranks import STUCK_FRACTION, RankExecutor, import_path
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -63,6 +67,7 @@ class RayExecutor(RankExecutor):
     def __init__(self, config: EngineConfig, load_model: Callable[..., LoadedModel]) -> None:
         _connect()
         self._group: PlacementGroup | None = None
+        self._context: Context = zmq.Context()
         try:
             super().__init__(config, self._start_nodes(config, import_path(load_model)))
         except BaseException:
@@ -89,13 +94,16 @@ class RayExecutor(RankExecutor):
         slice = tuple(replace(part, engines=n) for part, n in zip(slice, engines, strict=True))
         config = replace(config, replica=replace(config.replica, slice=slice))
         own = config.node_address or ray.util.get_node_ip_address()
-        with JoinListener(replace(config, node_port=0)) as listener:
+        patience = config.stall_timeout * STUCK_FRACTION
+        with JoinListener(
+            self._context, replace(config, node_port=0), patience=patience
+        ) as listener:
             joins = self._start_actors(
                 resource, counts, own, listener.port, listener.token, load_model
             )
             joined = _wait_for(listener, joins, self._group)
         nodes = {each.hello.node: each for each in joined}
-        yield from start_nodes(config, nodes, listener.token, load_model)
+        yield from start_nodes(config, nodes, load_model)
 
     def _start_actors(self, resource: str, counts: dict[int, int], *arguments: object) -> list[Any]:
         """Start an actor on each node; return references that are ready when an actor has ended.
@@ -122,6 +130,7 @@ class RayExecutor(RankExecutor):
     def _release_cluster(self) -> None:
         import ray
 
+        self._context.destroy(LINGER)  # the last messages have left then
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         ray.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ import numpy as np
 
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import NodeSlice
-from weft.serving.executor.nodes.link import Link
+from weft.serving.executor.node import Channel
+from weft.serving.executor.nodes.link import ENDED, Link
 from weft.serving.executor.nodes.messages import (
     Dump,
     End,
@@ -41,10 +41,11 @@ forever. Larger multiples hide the network round trip.
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A joined node, waiting for messages."""
+    """A joined node, waiting for messages, and the versions of its libraries."""
 
     link: Link[FromAgent]
     hello: Hello
+    versions: dict[str, str]
 
     @property
     def where(self) -> str:
@@ -81,7 +82,7 @@ class RemoteNode:
     ) -> None:
         self.ranks = ranks
         self.counters: Int64 = np.zeros((COUNTERS, len(ranks)), np.int64)
-        self.channels = [joined.link.socket]
+        self.channels: list[Channel] = [*joined.link.sockets]
         self.lost: str | None = None
         self.where = joined.where
         self._link = link = joined.link
@@ -90,26 +91,24 @@ class RemoteNode:
         self._stopped: list[int] = []
         self._endings: dict[int, str] = {}
         self._window = RINGS_AHEAD * ring_entries(config.pp)
-        link.set_patience(patience)
         # The agent measures its own node's free memory.
         replica = dataclasses.replace(config.replica, engines=part.engines, memory=None)
         config = dataclasses.replace(config, node_token=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
         devices = tuple(devices_of_ranks(config, part))
-        link.send(
-            Start(config, ranks[0], devices, world_size, rendezvous_host, heartbeat, patience)
-        )
+        link.send(Start(config, ranks[0], devices, world_size, rendezvous_host, heartbeat))
         self._last_heard = time.monotonic()
+        self._unsent: str | None = None
 
-    def receive(self, channel: socket.socket) -> tuple[int, FromRank | None] | None:
+    def receive(self, channel: Channel) -> tuple[int, FromRank | None] | None:
         self._last_heard = time.monotonic()
         try:
             message = self._link.receive()
         except msgspec.DecodeError as error:
             return self._lose(f"it sent an invalid message: {error}")
         match message:
-            case None:
-                return self._lose("its connection has ended")
+            case None if self._link.has_ended:
+                return self._lose(ENDED)
             case RankMessage(rank, data):
                 return rank, decode_rank_message(data)
             case RankEnded(rank, how):
@@ -125,6 +124,8 @@ class RemoteNode:
     def check(self, pause: float) -> tuple[int, FromRank | None] | None:
         now = time.monotonic()
         self._last_heard = min(now, self._last_heard + pause)
+        if self.lost is None and self._unsent is not None:
+            return self._lose(self._unsent)
         if self.lost is None and now - self._last_heard > self._patience:
             return self._lose(f"it has said nothing for {self._patience:g} s")
         return None
@@ -132,7 +133,6 @@ class RemoteNode:
     def _lose(self, reason: str) -> tuple[int, None]:
         self.lost = reason
         self.channels = []
-        self._link.shut()
         return self.ranks[0], None
 
     def set_rendezvous(self, port: int) -> None:
@@ -167,7 +167,7 @@ class RemoteNode:
 
     def wait(self, deadline: float) -> None:
         """End the connection. The agent then kills all remaining ranks."""
-        self._link.shut()
+        self._link.close()
 
     def release(self) -> None:
         self._link.close()
@@ -175,5 +175,5 @@ class RemoteNode:
     def _send(self, message: object) -> None:
         try:
             self._link.send(message)
-        except OSError:  # the receiver will notice; half a message may have been sent
-            self._link.shut()
+        except OSError as error:  # `check` reports it, unless `receive` does so earlier
+            self._unsent = self._unsent or error.strerror

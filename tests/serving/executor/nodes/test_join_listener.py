@@ -6,74 +6,88 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
-from support.clock import Clock
-from support.nodes import TOKEN, agent
+import zmq
+from support.nodes import TOKEN, agent, listening, pretended
 
 from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
+from weft.serving.executor.nodes import curve
 from weft.serving.executor.nodes import join_listener as listener_module
-from weft.serving.executor.nodes.join_listener import MAX_PENDING, JoinListener
-from weft.serving.executor.nodes.link import (
-    HANDSHAKE_TIMEOUT,
-    MAGIC,
-    check_address,
-    check_token,
-    prove_token,
-)
-from weft.serving.executor.nodes.messages import (
-    versions,
-)
+from weft.serving.executor.nodes.curve import Context, check_curve, check_token
+from weft.serving.executor.nodes.join_listener import JoinListener
+from weft.serving.executor.nodes.link import LINGER, Link, check_address
+from weft.serving.executor.nodes.messages import Hello, Knock, Refused, Welcome, versions
+from weft.serving.executor.placement import Inventory
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(LINGER)
 
 
 @pytest.fixture
 def listener() -> Iterator[JoinListener]:
-    with JoinListener(EngineConfig(node_port=0, node_token=TOKEN)) as listener:
+    with listening(EngineConfig()) as listener:
         yield listener
 
 
 def wait_until_rejected(
     listener: JoinListener, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Listen until so many connections have been rejected."""
     deadline = time.monotonic() + 60
     while caplog.text.count("rejected ") < count:
         assert listener.wait_for(1, timeout=0.05) == []
         assert time.monotonic() < deadline
 
 
-def test_a_node_without_the_token_is_rejected(
+def test_a_node_with_another_token_is_rejected(
     listener: JoinListener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with agent(listener.port, tmp_path / "bad", token="another token, guessed") as bad:
-        wait_until_rejected(listener, 1, caplog)
+        wait_until_rejected(listener, 2, caplog)
         assert bad.wait(60) == 1
     with agent(listener.port, tmp_path / "good", name="good"):
         (joined,) = listener.wait_for(1)
         assert joined.hello.name == "good"
         joined.link.close()
-    assert "--node-token is not the token of that server" in (tmp_path / "bad").read_text()
-    assert "rejected 127.0.0.1: it does not know --node-token" in caplog.text
+    refused = f"127.0.0.1:{listener.port}: --node-token is not the token of that server"
+    assert (tmp_path / "bad").read_text().splitlines()[-1] == f"weft: error: {refused}"
+    assert caplog.text.count("rejected a connection: it does not know --node-token") == 2
 
 
-def test_a_listener_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> None:
-    """A joining node runs nothing for an unknown listener."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        agent(listener.getsockname()[1], tmp_path / "log") as joining,
-    ):
-        peer, _ = listener.accept()
-        with peer:
-            peer.sendall(MAGIC + bytes(32))
-            assert len(peer.recv(64, socket.MSG_WAITALL)) == 64
-            peer.sendall(bytes(32))
-            assert joining.wait(60) == 1
+def test_a_listener_with_another_token_is_not_obeyed(tmp_path: Path) -> None:
+    """A joining node sends nothing to an unknown listener, not even its name."""
+    config = EngineConfig(node_port=0, node_token="the token of a stranger")
+    context: Context = zmq.Context()
+    try:
+        with (
+            JoinListener(context, config) as stranger,
+            agent(stranger.port, tmp_path / "log") as joining,
+        ):
+            while joining.poll() is None:
+                assert stranger.wait_for(1, 0.05) == []
+    finally:
+        context.destroy(LINGER)
+    assert joining.returncode == 1
     assert "--node-token is not the token" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64)])
+ZMTP_1, ZMTP_2 = b"\x01\x00" * 40, b"\xff" + bytes(8) + b"\x7f\x01\x05" + bytes(60)
+"""Greetings of old versions of ZeroMQ's protocol, which had no encryption."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64), b"weft-join-3\n", ZMTP_1, ZMTP_2],
+)
 def test_strangers_are_not_let_in(
     words: bytes, listener: JoinListener, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,53 +95,141 @@ def test_strangers_are_not_let_in(
         stranger.sendall(words)
         stranger.shutdown(socket.SHUT_WR)
         wait_until_rejected(listener, 1, caplog)
-        answer = stranger.makefile("rb").read()
-    assert len(answer) == len(MAGIC) + 32 + 32 * (len(words) == 64)
-    assert answer[44:] in (b"", bytes(32))
+    assert "rejected a connection: it " in caplog.text
+
+
+@pytest.mark.parametrize("kind", [zmq.DEALER, zmq.PAIR])
+def test_plain_zeromq_is_not_let_in(
+    kind: int, listener: JoinListener, context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    with context.socket(kind) as stranger:
+        stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+        stranger.connect(f"tcp://127.0.0.1:{listener.port}")
+        stranger.send(b"let me in")
+        wait_until_rejected(listener, 1, caplog)
+        stranger.linger = 0
+
+
+def test_a_client_with_another_key_is_not_let_in(
+    listener: JoinListener, context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Knowing the listener's public key is not enough."""
+    keys = curve.derive_keys(TOKEN)
+    own = curve.KeyPair(*zmq.curve_keypair())
+    with curve.make_socket(context, zmq.DEALER, 30.0) as stranger:
+        curve.use_as_node(stranger, keys._replace(node=own))
+        stranger.connect(f"tcp://127.0.0.1:{listener.port}")
+        wait_until_rejected(listener, 1, caplog)
+    assert "rejected a connection: it does not know --node-token" in caplog.text
+
+
+STRANGERS = 65
+
+
+@contextmanager
+def strangers(port: int) -> Iterator[None]:
+    """Connect often, and say nothing or half a greeting."""
+    with ExitStack() as stack:
+        connected = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(STRANGERS)
+        ]
+        connected[1].sendall(b"\xff" + bytes(8) + b"\x7f\x03")
+        yield
 
 
 def test_strangers_keep_no_node_from_joining(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(curve, "HANDSHAKE_TIMEOUT", 600.0)
+    hello = Hello("node1", "127.0.0.1", Inventory())
+    with (
+        listening(EngineConfig()) as listener,
+        strangers(listener.port),
+        pretended(listener, hello) as (joined, _),
+    ):
+        assert joined.hello == hello
+    assert "rejected" not in caplog.text, "they have not been waited for"
+
+
+def test_strangers_are_rejected_in_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(curve, "HANDSHAKE_TIMEOUT", 0.5)
+    with listening(EngineConfig()) as listener, strangers(listener.port):
+        wait_until_rejected(listener, STRANGERS, caplog)
+    late = "rejected a connection: it did not prove in time that it knows --node-token"
+    assert caplog.text.count(late) == STRANGERS
+
+
+def test_a_node_that_knocks_and_does_not_come_is_forgotten(
     listener: JoinListener,
-    tmp_path: Path,
+    context: Context,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Some are silent, some incomplete. Each has the same time, or less if there are too many."""
-    with ExitStack() as stack:
-        silent = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
-            for _ in range(MAX_PENDING)
-        ]
-        silent[1].sendall(bytes(40))
-        stack.enter_context(agent(listener.port, tmp_path / "log"))
-        (joined,) = listener.wait_for(1)
-        joined.link.close()
-        assert "rejected 127.0.0.1: too many others have connected" in caplog.text
-        assert caplog.text.count("rejected") == 1, "the others are not waited for"
-        clock = Clock()
-        clock.paused = HANDSHAKE_TIMEOUT
-        monkeypatch.setattr(listener_module, "time", clock)
-        assert listener.accept() is None
-    late = "rejected 127.0.0.1: it did not prove in time that it knows --node-token"
-    assert caplog.text.count(late) == MAX_PENDING - 1
+    monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT", 0.05)
+    link: Link[Welcome | Refused] = Link.dial(
+        context, zmq.DEALER, "127.0.0.1", listener.port, curve.derive_keys(TOKEN), Welcome | Refused
+    )
+    link.send(Knock("absent-minded", versions()))
+    wait_until_rejected(listener, 1, caplog)
+    assert isinstance(link.wait(60), Welcome)
+    link.close()
+    assert "rejected absent-minded: it did not introduce itself in time" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("magic", "why"),
+    ("knock", "why"),
     [
-        (b"weft-join-1\n", "weft there speaks weft-join-1, and here weft-join-3: install the same"),
-        (b"SSH-2.0-Open", "the server there is not `weft` waiting for nodes"),
+        (b"nonsense", "rejected a node: "),
+        (msgspec.msgpack.encode({"type": "Knock", "name": "x"}), "missing required field"),
     ],
 )
-def test_a_listener_of_another_protocol_is_not_joined(
-    magic: bytes, why: str, tmp_path: Path
+def test_a_knock_in_other_words_is_rejected(
+    knock: bytes,
+    why: str,
+    listener: JoinListener,
+    context: Context,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    with curve.make_socket(context, zmq.DEALER, 30.0) as node:
+        curve.use_as_node(node, curve.derive_keys(TOKEN))
+        node.connect(f"tcp://127.0.0.1:{listener.port}")
+        node.send(knock)
+        wait_until_rejected(listener, 1, caplog)
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("words", [b"weft-join-3\n" + bytes(32), b"SSH-2.0-OpenSSH\r\n", ZMTP_2])
+def test_a_listener_of_another_protocol_is_not_joined(words: bytes, tmp_path: Path) -> None:
     """For example an older weft."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(magic + bytes(32))
-        with pytest.raises(ConfigError, match=why):
-            prove_token(ours, TOKEN)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        agent(port := listener.getsockname()[1], tmp_path / "log") as joining,
+    ):
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(words)
+            assert joining.wait(60) == 1
+    why = f"127.0.0.1:{port}: the server there is not this version of weft with --nodes"
+    assert why in (tmp_path / "log").read_text()
+
+
+def test_a_listener_that_is_silent_or_away_is_awaited(tmp_path: Path) -> None:
+    def wait_until(text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+
+    log = tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with agent(port, log):
+            wait_until(f"waiting for 127.0.0.1:{port}: it does not answer")
+    with agent(port, log):
+        wait_until(f"waiting for 127.0.0.1:{port}: nothing accepts connections there")
 
 
 def test_a_node_with_other_versions_is_refused(
@@ -168,32 +270,47 @@ def test_a_node_that_leaves_before_all_are_there_is_forgotten(
         each.link.close()
 
 
-def test_a_listener_makes_a_token_and_says_what_to_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_makes_a_token_and_says_what_to_run(
+    context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
-    with JoinListener(EngineConfig(node_port=0)) as made:
+    with JoinListener(context, EngineConfig(node_port=0)) as made:
         made.log_join_command(2)
         assert len(made.token) >= 32
         assert f"2 other nodes to run: WEFT_NODE_TOKEN={made.token} weft join " in caplog.text
         assert f":{made.port}" in caplog.text
     caplog.clear()
-    with JoinListener(EngineConfig(node_port=0, node_token=TOKEN)) as given:
+    with JoinListener(context, EngineConfig(node_port=0, node_token=TOKEN)) as given:
         given.log_join_command(1)
     assert "another node to run: weft join " in caplog.text
     assert TOKEN not in caplog.text
 
 
-def test_a_short_token_is_refused() -> None:
+def test_a_short_token_is_refused(context: Context) -> None:
     with pytest.raises(ConfigError, match="--node-token has 6 characters; it must have at least"):
         check_token("secret")
     with pytest.raises(ConfigError, match="--node-token has 6 characters"):
-        JoinListener(EngineConfig(node_token="secret"))
+        JoinListener(context, EngineConfig(node_token="secret"))
     check_token(None)
     check_address("::1")
 
 
-def test_a_port_or_an_address_that_is_not_to_be_had_is_named(listener: JoinListener) -> None:
+def test_a_libzmq_without_curve_is_refused(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_curve()
+    monkeypatch.setattr(zmq, "has", lambda capability: False)
+    with pytest.raises(
+        ConfigError, match=r"libzmq [\d.]+ has no CURVE, which --nodes and weft join"
+    ):
+        JoinListener(context, EngineConfig())
+
+
+def test_a_port_or_an_address_that_is_not_to_be_had_is_named(
+    listener: JoinListener, context: Context
+) -> None:
     with pytest.raises(ConfigError, match=f"--node-port {listener.port}: Address already in use"):
-        JoinListener(EngineConfig(node_port=listener.port))
+        JoinListener(context, EngineConfig(node_port=listener.port))
     elsewhere = EngineConfig(node_port=0, node_address="192.0.2.1")  # RFC 5737: nobody's
     with pytest.raises(ConfigError, match=r"--node-address 192.0.2.1 .*: Cannot assign requested"):
-        JoinListener(elsewhere)
+        JoinListener(context, elsewhere)

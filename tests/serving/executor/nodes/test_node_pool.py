@@ -184,8 +184,8 @@ def test_a_node_that_comes_late_waits_and_takes_the_place_of_a_lost_one(
         large = join("large", 2)
         part = (await waiting).replica.slice[1]
         assert (part.node, part.where) == (1, "large at 127.0.0.1")
-        pool.close()
-        pool.close()
+        await pool.close()
+        await pool.close()
         assert [small.wait(TIMEOUT), large.wait(TIMEOUT)] == [0, 0]
 
     with ExitStack() as stack:

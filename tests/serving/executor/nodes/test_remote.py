@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from support.mock_ranks import batch, failure_of
-from support.nodes import TOKEN
+from support.nodes import TOKEN, listening, pretended
 
 from weft.errors import EngineError
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.config.slices import NodeSlice
 from weft.serving.executor.child_process import Failed
 from weft.serving.executor.loading import ModelInfo
-from weft.serving.executor.nodes.link import (
-    MAX_PATIENCE,
-    Link,
-)
-from weft.serving.executor.nodes.messages import (
-    FromAgent,
-    Hello,
-    RankMessage,
-    Start,
-    ToAgent,
-)
-from weft.serving.executor.nodes.remote import JoinedNode, RemoteNode
+from weft.serving.executor.nodes.link import Link
+from weft.serving.executor.nodes.messages import Hello, RankMessage, Start, ToAgent
+from weft.serving.executor.nodes.remote import RemoteNode
 from weft.serving.executor.placement import Inventory
 from weft.serving.executor.rank_messages import Done, Loaded, encoder
 from weft.serving.executor.ranks import RankExecutor
@@ -36,29 +26,21 @@ from weft.serving.executor.ranks import RankExecutor
 @contextmanager
 def remote_node(**settings: Any) -> Iterator[tuple[RemoteNode, Link[ToAgent]]]:
     """Create a remote node with one rank; yield it with the agent's end of the connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
-    link: Link[FromAgent] = Link(ours, FromAgent)
-    agent: Link[ToAgent] = Link(theirs, ToAgent)
-    joined = JoinedNode(link, Hello("node1", "10.0.0.2", {}, Inventory()))
-    node = RemoteNode(
-        joined,
-        EngineConfig(**settings),
-        NodeSlice(1, (0,)),
-        range(1),
-        1,
-        rendezvous_host="127.0.0.1",
-        patience=30.0,
-    )
-    with closing(link), closing(agent):
-        yield node, agent
+    hello = Hello("node1", "10.0.0.2", Inventory())
+    with listening(EngineConfig()) as listener, pretended(listener, hello) as (joined, agent):
+        config, part = EngineConfig(**settings), NodeSlice(1, (0,))
+        yield (
+            RemoteNode(
+                joined, config, part, range(1), 1, rendezvous_host="127.0.0.1", patience=30.0
+            ),
+            agent,
+        )
 
 
 def test_a_remote_node_measures_its_own_memory() -> None:
     """Start carries neither this node's memory nor the token."""
     with remote_node(replica=Replica(memory=1000, engines=3), node_token=TOKEN) as (_, agent):
-        start = agent.receive()
+        start = agent.wait(60)
         assert isinstance(start, Start)
         assert start.config.replica == Replica(memory=None, engines=1)
         assert start.config.node_token is None
@@ -85,7 +67,7 @@ def test_a_remote_node_measures_its_own_memory() -> None:
 def test_a_nodes_last_message_is_reported_instead_of_its_loss(word: object, why: str) -> None:
     with remote_node() as (node, agent):
         agent.send(word)
-        agent.shut()
+        agent.close()
         with pytest.raises(EngineError) as caught:
             RankExecutor(EngineConfig(), [node])
     assert "node1 at 10.0.0.2" in str(caught.value)
@@ -105,12 +87,3 @@ def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
         with pytest.raises(EngineError, match=unasked):
             executor.submit((batch(0),)).result(0)
         executor.close()
-
-
-def test_patience_is_no_longer_than_tcp_takes() -> None:
-    with remote_node() as (_, agent):
-        agent.set_patience(1e9)
-        tcp = socket.IPPROTO_TCP
-        assert agent.socket.getsockopt(tcp, socket.TCP_KEEPIDLE) == 25_000
-        assert agent.socket.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 1000 * MAX_PATIENCE
-        assert agent.socket.gettimeout() == MAX_PATIENCE
