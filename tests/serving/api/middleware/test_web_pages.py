@@ -100,7 +100,7 @@ async def test_a_page_may_read_as_far_as_its_browser_allows(method: str) -> None
 
 LOOPBACK = ServerConfig()
 NAMED = ServerConfig(allowed_hosts="LLM.example, other.example", api_key="a secret key")
-KEYS = {"api_key_file": "keys.txt", "host": "127.0.0.1"}
+KEYS: Any = {"api_key_file": "keys.txt", "host": "127.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_real_browser_says_what_page_it_is(mock: Server) -> None:
 def test_behind_an_ingress_with_its_own_name(tmp_path: Path) -> None:
     """With a key, any host is right, and the page of that host may write."""
     model = write_byte_level(tmp_path / "mock")
-    keys = {"api_key": "a secret key", "host": "0.0.0.0"}
+    keys: Any = {"api_key": "a secret key", "host": "0.0.0.0"}
     with start_server(model, tmp_path, loader=MOCK, **keys) as server:
         headers = {"host": "llm.example", "origin": "https://llm.example"}
         headers |= {"authorization": "Bearer a secret key"}
