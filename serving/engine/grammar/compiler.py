@@ -36,8 +36,10 @@ OVERHEAD = 256
 """Bytes of a cache entry, beside the grammar or error itself."""
 MAX_DEATHS = 2
 """Number of processes that may die over one grammar before the grammar is rejected."""
-LANES = (0.005, 0.02, 0.1, 1.0)
+LANES = (0.0075, 0.03, 0.15, 1.0)
 """Processor time in each lane, as a part of `--grammar-timeout`."""
+NICE = 3
+"""Reduction of the priority in all lanes but the first: half of the processor time under load."""
 PATIENCE = 2.0
 """Time that a request waits for its grammar, in units of `--grammar-timeout`."""
 SHARE = 4
@@ -183,10 +185,11 @@ class GrammarCompiler:
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         elif self._process is not None:
-            for lane in self._lanes:
+            for i, lane in enumerate(self._lanes):
                 if (job := lane.take()) is not None:
                     job.number = next(self._numbers)
-                    self._send(Start(job.number, job.grammar, lane.seconds))
+                    nice = NICE if i else 0
+                    self._send(Start(job.number, job.grammar, lane.seconds, nice))
 
     async def _serve(self) -> None:
         """Run the process, and another if it dies, while there are jobs."""

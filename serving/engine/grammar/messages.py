@@ -32,11 +32,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         number: names this attempt.
         grammar: the grammar.
         seconds: maximum processor time.
+        nice: reduction of the priority of its process.
     """
 
     number: int
     grammar: Grammar
     seconds: float
+    nice: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

@@ -111,6 +111,7 @@ class Worker:
         """Compile in the forked process."""
         status = 1
         try:
+            os.nice(order.nice)
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             resource.setrlimit(resource.RLIMIT_AS, (self._memory, self._memory))
             signal.setitimer(signal.ITIMER_PROF, max(order.seconds, MIN_SECONDS))
