@@ -69,7 +69,8 @@ class JoinListener:
     """Listener for joining nodes. As a context manager it closes itself.
 
     Args:
-        context: owner of all sockets. The nodes' connections outlive the listener.
+        context: owner of all sockets, for one listener. The nodes' connections outlive the
+            listener.
         config: uses node_address, node_port, node_token and node_token_file.
         strict: reject nodes with other library versions.
         patience: seconds without a sign of life from a node until its connection counts as lost.

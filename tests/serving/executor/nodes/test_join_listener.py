@@ -281,7 +281,7 @@ def test_a_listener_makes_a_token_and_says_what_to_run(
         assert f"2 other nodes to run: WEFT_NODE_TOKEN={made.token} weft join " in caplog.text
         assert f":{made.port}" in caplog.text
     caplog.clear()
-    with JoinListener(context, EngineConfig(node_port=0, node_token=TOKEN)) as given:
+    with listening(EngineConfig()) as given:
         given.log_join_command(1)
     assert "another node to run: weft join " in caplog.text
     assert TOKEN not in caplog.text
@@ -323,11 +323,12 @@ def test_a_libzmq_without_curve_is_refused(
         JoinListener(context, EngineConfig())
 
 
-def test_a_port_or_an_address_that_is_not_to_be_had_is_named(
-    listener: JoinListener, context: Context
-) -> None:
+def test_a_port_in_use_is_named(listener: JoinListener, context: Context) -> None:
     with pytest.raises(ConfigError, match=f"--node-port {listener.port}: Address already in use"):
         JoinListener(context, EngineConfig(node_port=listener.port))
+
+
+def test_an_address_of_another_machine_is_named(context: Context) -> None:
     elsewhere = EngineConfig(node_port=0, node_address="192.0.2.1")  # RFC 5737: nobody's
     with pytest.raises(ConfigError, match=r"--node-address 192.0.2.1 .*: Cannot assign requested"):
         JoinListener(context, elsewhere)
