@@ -28,7 +28,8 @@ OF_SERVER = ROOT / "helm" / "files" / "server-settings.yaml"
 # Those that the chart gives itself, of other values; and those that say where secrets are.
 OWN = {
     *("model", "served_model_name", "host", "port", "device", "backend", "compile_cache"),
-    *("tp", "ep", "cp", "pp", "dp", "executor", "nodes", "node_address", "node_port", "node_token"),
+    *("tp", "ep", "cp", "pp", "dp", "executor", "nodes", "node_address", "node_port"),
+    *("node_token", "node_token_file"),
     *("drain_timeout", "api_key", "api_key_file", "open_metrics"),
     *("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"),
 }

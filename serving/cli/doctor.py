@@ -504,7 +504,7 @@ def _node(config: EngineConfig, joined: JoinedNode) -> list[Finding]:
     else:
         same = ", ".join(f"{name} {number}" for name, number in versions().items())
         found = [Finding("versions", "ok", f"{same} as here")]
-    asked = dataclasses.replace(config, node_token=None)
+    asked = dataclasses.replace(config, node_token=None, node_token_file=None)
     with suppress(OSError):
         joined.link.send(RunChecks(asked))
         match joined.link.wait(CHECK_SECONDS):

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 @click.command(cls=TopicCommand)
 @click.argument("server", metavar="HOST:PORT")
 @click.option("--once", is_flag=True, help="exit when that server ends, instead of waiting again")
-@takes(EngineConfig, only=("node_address", "node_token", "node_ranks"))
+@takes(EngineConfig, only=("node_address", "node_token", "node_token_file", "node_ranks"))
 def join(settings: Settings, server: str, once: bool) -> int:
     """Lend this machine to a server that was started with --nodes.
 
@@ -26,7 +26,8 @@ def join(settings: Settings, server: str, once: bool) -> int:
     the ranks that the server assigns to this machine, and waits again after the server has ended.
     SIGTERM or an interrupt end the ranks and the command; it then exits with 0.
 
-    Both machines need the same token. Set it in WEFT_NODE_TOKEN to keep it out of `ps`.
+    Both machines need the same token. Set it in WEFT_NODE_TOKEN or with --node-token-file to keep
+    it out of `ps`.
 
     \b
     WEFT_NODE_TOKEN=... weft serve MODEL --tp 4 --nodes 2     on one machine, 10.0.0.1
@@ -39,7 +40,7 @@ def run(config: EngineConfig, server: str, *, once: bool) -> int:
     """Lend this node to a server until a signal comes.
 
     Args:
-        config: node_address, node_token and node_ranks of this node.
+        config: node_address, node_ranks and the token of this node.
         server: HOST:PORT where the server listens for nodes.
         once: return when the server has ended.
 
@@ -52,16 +53,15 @@ def run(config: EngineConfig, server: str, *, once: bool) -> int:
     """
     from weft.serving.cli.doctor import examine_machine
     from weft.serving.executor.nodes.agent import join
-    from weft.serving.executor.nodes.curve import check_curve, check_token
+    from weft.serving.executor.nodes.curve import check_curve, read_token
     from weft.serving.executor.nodes.link import check_address
 
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"HOST:PORT is {server!r}; it must be such as 10.0.0.1:7333")
-    if config.node_token is None:
-        raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; `weft serve` prints it")
     check_curve()
-    check_token(config.node_token)
+    if (token := read_token(config)) is None:
+        raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; `weft serve` prints it")
     check_address(config.node_address)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -74,7 +74,7 @@ def run(config: EngineConfig, server: str, *, once: bool) -> int:
         join(
             host.strip("[]"),
             int(port),
-            config.node_token,
+            token,
             address=config.node_address,
             once=once,
             node_ranks=config.node_ranks,

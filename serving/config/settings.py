@@ -202,6 +202,7 @@ class EngineConfig:
             secret=True,
         ),
     ] = None
+    node_token_file: Annotated[str | None, Help("file with the --node-token")] = None
     node_ranks: Annotated[
         int | None,
         Help("maximum ranks on this machine's CPUs; else no limit", ge=1),
@@ -471,7 +472,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Cache and memory": (*("memory_fraction", "kv_cache_memory", "block_size", "prefix_caching"),),
     "Parallelism": ("tp", "ep", "cp", "pp", "dp", "devices"),
     "Several machines": (
-        *("nodes", "executor", "node_address", "node_port", "node_token", "node_ranks"),
+        *("nodes", "executor", "node_address", "node_port", "node_token", "node_token_file"),
+        "node_ranks",
     ),
     "Backend and kernels": ("backend", "device", "kernels", "cuda_graphs", "compile_cache"),
     "Reliability": (

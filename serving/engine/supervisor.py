@@ -178,7 +178,7 @@ class CoreSupervisor:
             self._pool = NodePool(config)
             on_spawned()
             offers += await self._pool.inventories()
-            config = replace(config, node_token=self._pool.token)
+            config = replace(config, node_token=self._pool.token, node_token_file=None)
         shares = share_out(config, offers)
         if self._pool is not None:
             self._pool.assign(shares)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import zmq
@@ -18,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from weft.errors import ConfigError
+from weft.serving.config.settings import EngineConfig
 
 HANDSHAKE_TIMEOUT = 5.0
 """Seconds for the other side to prove that it knows the token, and to introduce itself."""
@@ -60,12 +62,28 @@ def check_curve() -> None:
         )
 
 
-def check_token(token: str | None) -> None:
-    """Raise ConfigError for a token that could be guessed."""
+def read_token(config: EngineConfig) -> str | None:
+    """Return the group's token from node_token or node_token_file; None if there is none.
+
+    Raises:
+        ConfigError: both are set, the file cannot be read, or the token could be guessed.
+    """
+    token, flag = config.node_token, "--node-token"
+    if config.node_token_file is not None:
+        flag = f"--node-token-file {config.node_token_file}"
+        if token is not None:
+            raise ConfigError(f"{flag} and --node-token are both set: leave one out")
+        try:
+            token = Path(config.node_token_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"{flag}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{flag} is not text") from None
     if token is not None and len(token) < TOKEN_LENGTH:
         raise ConfigError(
-            f"--node-token has {len(token)} characters; it must have at least {TOKEN_LENGTH}"
+            f"{flag} has {len(token)} characters; it must have at least {TOKEN_LENGTH}"
         )
+    return token
 
 
 @cache

@@ -30,9 +30,9 @@ from weft.serving.executor.nodes.curve import (
     Context,
     authenticate,
     check_curve,
-    check_token,
     derive_keys,
     make_socket,
+    read_token,
     use_as_head,
 )
 from weft.serving.executor.nodes.link import LINGER, PATIENCE, Link, endpoint, port_of
@@ -69,8 +69,9 @@ class JoinListener:
     """Listener for joining nodes. As a context manager it closes itself.
 
     Args:
-        context: owner of all sockets. The nodes' connections outlive the listener.
-        config: uses node_address, node_port and node_token.
+        context: owner of all sockets, for one listener. The nodes' connections outlive the
+            listener.
+        config: uses node_address, node_port, node_token and node_token_file.
         strict: reject nodes with other library versions.
         patience: seconds without a sign of life from a node until its connection counts as lost.
 
@@ -92,10 +93,10 @@ class JoinListener:
         patience: float = PATIENCE,
     ) -> None:
         check_curve()
-        check_token(config.node_token)
         self._strict, self._patience, self._address = strict, patience, config.node_address
-        self._token_is_given = config.node_token is not None
-        self.token = config.node_token or secrets.token_urlsafe(24)
+        given = read_token(config)
+        self._token_is_given = given is not None
+        self.token = given or secrets.token_urlsafe(24)
         self._keys = derive_keys(self.token)
         self._name = config.node_address or socket.gethostname()
         self._context = context

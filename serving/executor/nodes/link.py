@@ -194,9 +194,12 @@ class Link(Generic[Message]):
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            is_full = not self.has_ended and not self._monitor.poll(0)
+            is_full = not self.has_ended and not self._has_event()
             reason = "it does not read its messages" if is_full else ENDED
             raise ConnectionError(0, reason) from None
+
+    def _has_event(self) -> bool:
+        return bool(int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN)  # faster than poll
 
     def receive(self) -> Message | None:
         """Receive a message if there is one; else return None, and bring `has_ended` up to date.
@@ -204,7 +207,7 @@ class Link(Generic[Message]):
         Raises:
             msgspec.DecodeError: the message has none of the declared types.
         """
-        has_event = self._monitor.poll(0)  # if it is the end, all messages have come already
+        has_event = self._has_event()  # if it is the end, all messages have come already
         try:
             if self._descriptor is not None:
                 return self._decoder.decode(self._socket.recv(zmq.NOBLOCK))

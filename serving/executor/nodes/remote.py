@@ -93,7 +93,7 @@ class RemoteNode:
         self._window = RINGS_AHEAD * ring_entries(config.pp)
         # The agent measures its own node's free memory.
         replica = dataclasses.replace(config.replica, engines=part.engines, memory=None)
-        config = dataclasses.replace(config, node_token=None, replica=replica)
+        config = dataclasses.replace(config, node_token=None, node_token_file=None, replica=replica)
         heartbeat = min(1.0, patience / 8)
         devices = tuple(devices_of_ranks(config, part))
         link.send(Start(config, ranks[0], devices, world_size, rendezvous_host, heartbeat))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from weft.errors import ConfigError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.nodes import curve
 from weft.serving.executor.nodes import join_listener as listener_module
-from weft.serving.executor.nodes.curve import Context, check_curve, check_token
+from weft.serving.executor.nodes.curve import Context, check_curve
 from weft.serving.executor.nodes.join_listener import JoinListener
 from weft.serving.executor.nodes.link import LINGER, Link, check_address
 from weft.serving.executor.nodes.messages import Hello, Knock, Refused, Welcome, versions
@@ -280,7 +281,7 @@ def test_a_listener_makes_a_token_and_says_what_to_run(
         assert f"2 other nodes to run: WEFT_NODE_TOKEN={made.token} weft join " in caplog.text
         assert f":{made.port}" in caplog.text
     caplog.clear()
-    with JoinListener(context, EngineConfig(node_port=0, node_token=TOKEN)) as given:
+    with listening(EngineConfig()) as given:
         given.log_join_command(1)
     assert "another node to run: weft join " in caplog.text
     assert TOKEN not in caplog.text
@@ -288,11 +289,27 @@ def test_a_listener_makes_a_token_and_says_what_to_run(
 
 def test_a_short_token_is_refused(context: Context) -> None:
     with pytest.raises(ConfigError, match="--node-token has 6 characters; it must have at least"):
-        check_token("secret")
-    with pytest.raises(ConfigError, match="--node-token has 6 characters"):
         JoinListener(context, EngineConfig(node_token="secret"))
-    check_token(None)
     check_address("::1")
+
+
+def test_a_token_comes_from_a_file(context: Context, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    config = EngineConfig(node_port=0, node_token_file=str(file))
+    with pytest.raises(ConfigError, match=f"--node-token-file {file}: No such file or directory"):
+        JoinListener(context, config)
+    for content, why in (
+        (b"short\n", " has 5 characters; it must"),
+        (b"\xff" * 20, " is not text"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"--node-token-file {file}{why}"):
+            JoinListener(context, config)
+    file.write_text(TOKEN + "\n")
+    with JoinListener(context, config) as listener:
+        assert listener.token == TOKEN
+    with pytest.raises(ConfigError, match="--node-token are both set: leave one out"):
+        JoinListener(context, replace(config, node_token=TOKEN))
 
 
 def test_a_libzmq_without_curve_is_refused(
@@ -306,11 +323,12 @@ def test_a_libzmq_without_curve_is_refused(
         JoinListener(context, EngineConfig())
 
 
-def test_a_port_or_an_address_that_is_not_to_be_had_is_named(
-    listener: JoinListener, context: Context
-) -> None:
+def test_a_port_in_use_is_named(listener: JoinListener, context: Context) -> None:
     with pytest.raises(ConfigError, match=f"--node-port {listener.port}: Address already in use"):
         JoinListener(context, EngineConfig(node_port=listener.port))
+
+
+def test_an_address_of_another_machine_is_named(context: Context) -> None:
     elsewhere = EngineConfig(node_port=0, node_address="192.0.2.1")  # RFC 5737: nobody's
     with pytest.raises(ConfigError, match=r"--node-address 192.0.2.1 .*: Cannot assign requested"):
         JoinListener(context, elsewhere)
