@@ -2,7 +2,7 @@
 
 Compiling runs C++ on a client's text. It may take forever, all the memory, or the whole stack. Each
 attempt therefore has a process of its own, with limits. The tokenizer is loaded once, before the
-forks, so a fork takes a few milliseconds.
+forks, so a fork takes 15 to 30 ms of processor time.
 
 This process must have a single thread, because a fork copies no others. It ends when its stdin
 ends. Both pipes carry messages from `messages.framed`.
