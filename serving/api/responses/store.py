@@ -57,7 +57,7 @@ class ResponseStore:
         return self._room > 0
 
     def put(self, owner: str, response: str, stored: Stored, items: tuple[str, ...]) -> None:
-        """Add a response.
+        """Add a response, unless it is larger than the whole room.
 
         Args:
             owner: the API key's digest, or "" without keys.
@@ -65,9 +65,11 @@ class ResponseStore:
             stored: the response and its input.
             items: ids by which clients may refer to items in `stored`.
         """
+        if (size := _size(stored, items)) > self._room:
+            return
         self._entries[owner, response] = stored, items
         self._places.update(dict.fromkeys(((owner, item) for item in items), response))
-        self._size += _size(stored, items)
+        self._size += size
         while self._size > self._room:
             self._remove(*next(iter(self._entries)))
 

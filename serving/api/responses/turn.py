@@ -37,7 +37,8 @@ class Turn:
         ids: the ids by which clients may refer to these items.
 
     Raises:
-        RequestError: the request refers to a response or an item that is not stored.
+        RequestError: the request refers to a response or an item that is not stored, or twice to
+            one item.
     """
 
     def __init__(self, body: InputTokensRequest, store: ResponseStore, owner: str) -> None:
@@ -57,11 +58,16 @@ class Turn:
                     code="previous_response_not_found",
                     status=error.status,
                 ) from None
-        self._places = {
-            item.id: store.with_item(owner, item.id)
-            for item in body.input
-            if item.type == "item_reference" and item.id is not None
-        }
+        self._places: dict[str, Stored] = {}
+        for item in body.input:
+            if item.type == "item_reference" and item.id is not None:
+                if item.id in self._places:  # a short reference may stand for a long text
+                    raise RequestError(
+                        f"input refers to the item {item.id!r} twice; refer to it once",
+                        param="input",
+                        code="duplicate_item",
+                    )
+                self._places[item.id] = store.with_item(owner, item.id)
 
     def conversation(self, fits: Callable[[Conversation], bool]) -> Conversation:
         """Return the conversation; this takes long if the conversation is long.

@@ -69,11 +69,12 @@ def test_a_conversation_by_ids(alice: openai.OpenAI) -> None:
 
 def test_references_to_items(alice: openai.OpenAI) -> None:
     first = alice.responses.create(model="echo", input="a")
+    second = alice.responses.create(model="echo", input="a")
     (message,) = first.output
     assert message.type == "message"
     conversation: Any = [
         {"type": "item_reference", "id": message.id},
-        {"id": message.id},  # the type may be missing
+        {"id": second.output[0].id},  # the type may be missing
         {"role": "user", "content": "b"},
     ]
     answer = alice.responses.create(model="echo", input=conversation)
@@ -85,6 +86,16 @@ def test_references_to_items(alice: openai.OpenAI) -> None:
     unknown: Any = [{"type": "item_reference", "id": "msg_1"}]
     with pytest.raises(openai.NotFoundError, match="msg_1"):
         alice.responses.create(model="echo", input=unknown)
+
+
+def test_many_references_to_an_item_are_refused(alice: openai.OpenAI) -> None:
+    """A small body could otherwise stand for any amount of text."""
+    (message,) = alice.responses.create(model="echo", input="a").output
+    reference: Any = {"type": "item_reference", "id": message.id}
+    with pytest.raises(openai.BadRequestError, match=f"{message.id}' twice; refer to it once"):
+        alice.responses.create(model="echo", input=[reference] * 1000)
+    with pytest.raises(openai.BadRequestError, match="twice"):
+        alice.responses.input_tokens.count(model="echo", input=[reference, reference])
 
 
 def test_a_deleted_response_is_gone(alice: openai.OpenAI) -> None:
@@ -158,12 +169,13 @@ def test_the_store_s_size() -> None:
     assert 2 < len(kept) < 10
     assert kept == list(range(20 - len(kept), 20))
     assert store.with_item("a", "msg_same") is store.get("a", "resp_19")
+    store.put("a", "resp_large", Stored(b"{}" * 5000, b"[]"), ())
+    assert not _has(store, "resp_large")
+    assert kept == [i for i in range(20) if _has(store, f"resp_{i}")], "it displaced the others"
     for i in kept:
         store.delete("a", f"resp_{i}")
     with pytest.raises(RequestError, match="msg_same"):
         store.with_item("a", "msg_same")
-    store.put("a", "resp_large", Stored(b"{}" * 5000, b"[]"), ())
-    assert not _has(store, "resp_large")
     assert not ResponseStore(0).keeps
 
 
