@@ -5,7 +5,7 @@
 
 Each line must be done within HANDSHAKE_TIMEOUT seconds; else the connection is rejected. ZeroMQ
 does the handshakes in a thread of its own. A silent, slow or invalid peer therefore never keeps
-another node from joining.
+another node from joining. Too many of them end the oldest, so they cannot take all descriptors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import logging
 import secrets
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from typing import Self
 
@@ -49,6 +51,9 @@ from weft.serving.executor.nodes.remote import JoinedNode
 
 MAX_KNOCK = 1 << 16
 """Maximum bytes in a message to the join port."""
+
+MAX_STRANGERS = 256
+"""Maximum connections that have not sent their Knock; one more ends the oldest."""
 
 CHECK_INTERVAL = 1.0
 """Maximum seconds between two checks for expired connections."""
@@ -111,7 +116,7 @@ class JoinListener:
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         self._authenticator = authenticate(context, self._keys)
-        self._strangers: set[int] = set()  # descriptors of connections before their Knock
+        self._strangers: dict[int, None] = {}  # descriptors of connections before their Knock
         self._failures = 0  # logged failures whose connection has not ended yet
         self._pending: list[_PendingNode] = []
         self._knocks = msgspec.msgpack.Decoder(Knock)
@@ -200,7 +205,7 @@ class JoinListener:
         """Answer a message from a peer that knows the token."""
         peer, frame, *_ = self._socket.recv_multipart(copy=False)
         self._read_monitor()  # knows this connection by now
-        self._strangers.discard(int(frame.get(zmq.SRCFD)))
+        self._strangers.pop(int(frame.get(zmq.SRCFD)), None)
         try:
             knock = self._knocks.decode(frame.bytes)
         except msgspec.DecodeError as error:
@@ -233,7 +238,8 @@ class JoinListener:
             value = event["value"]
             match event["event"]:
                 case zmq.EVENT_ACCEPTED:
-                    self._strangers.add(value)
+                    self._strangers[value] = None
+                    self._make_room()
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     self._log_failure("it does not know --node-token")
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if value == errno.EAGAIN:
@@ -241,10 +247,24 @@ class JoinListener:
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                     self._log_failure("it has hung up")
                 case zmq.EVENT_DISCONNECTED if value in self._strangers:
-                    self._strangers.remove(value)
+                    del self._strangers[value]
                     if not self._failures:  # what came first was no handshake
                         self._log_failure("it is not from `weft join`")
                     self._failures -= 1
+
+    def _make_room(self) -> None:
+        """End the oldest connection that may stay no longer; it counts until ZeroMQ drops it."""
+        surplus = len(self._strangers) - MAX_STRANGERS
+        if surplus <= 0:
+            return
+        descriptor = next(islice(self._strangers, surplus - 1, None))
+        logger.warning("ended a connection: over %d have not joined yet", MAX_STRANGERS)
+        with (
+            suppress(OSError),  # it has ended
+            socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as stranger,
+        ):
+            if stranger.getsockname()[1] == self.port:  # else another file has its number now
+                stranger.shutdown(socket.SHUT_RDWR)
 
     def _log_failure(self, reason: str) -> None:
         self._failures += 1

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +94,8 @@ def test_strangers_are_not_let_in(
 ) -> None:
     with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
         stranger.sendall(words)
-        stranger.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the listener has hung up already
+            stranger.shutdown(socket.SHUT_WR)
         wait_until_rejected(listener, 1, caplog)
     assert "rejected a connection: it " in caplog.text
 
@@ -161,6 +162,32 @@ def test_strangers_are_rejected_in_time(
         wait_until_rejected(listener, STRANGERS, caplog)
     late = "rejected a connection: it did not prove in time that it knows --node-token"
     assert caplog.text.count(late) == STRANGERS
+
+
+def test_too_many_strangers_end_the_oldest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They cannot take all descriptors of this process, and a node still joins."""
+    monkeypatch.setattr(curve, "HANDSHAKE_TIMEOUT", 600.0)
+    monkeypatch.setattr(listener_module, "MAX_STRANGERS", 8)
+    hello = Hello("node1", "127.0.0.1", Inventory())
+    with listening(EngineConfig()) as listener, ExitStack() as stack:
+        address = "127.0.0.1", listener.port
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(20)]
+        wait_until_rejected(listener, 12, caplog)
+        assert [_is_open(each) for each in silent] == [False] * 12 + [True] * 8
+        assert caplog.text.count("ended a connection: over 8 have not joined yet") == 12
+        assert stack.enter_context(pretended(listener, hello))[0].hello == hello
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(64):  # the listener's greeting
+            pass
+    except BlockingIOError:
+        return True
+    return False
 
 
 def test_a_node_that_knocks_and_does_not_come_is_forgotten(
