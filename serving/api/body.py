@@ -7,6 +7,7 @@ import codecs
 import json
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Union, cast
 
 from fastapi import Request, Response
@@ -19,7 +20,13 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, InitErrorDetails, core_schema, from_json
+from pydantic_core import (
+    CoreSchema,
+    InitErrorDetails,
+    PydanticKnownError,
+    core_schema,
+    from_json,
+)
 
 from weft.errors import RequestError
 from weft.serving.api.body_room import LARGE
@@ -53,11 +60,11 @@ def by_type(
     Args:
         required: for each type, the fields that must be present and not null.
         forbidden: for each type, the fields that must be absent or null.
-        default: the type of a body without the field `type`.
+        default: the type of a body whose field `type` is absent or null.
     """
     branches: list[Any] = [
         {
-            "properties": {"type": {"const": kind}}
+            "properties": {"type": {"enum": [kind, None]} if kind == default else {"const": kind}}
             | {name: {"not": {"type": "null"}} for name in names}
             | {name: {"type": "null"} for name in (forbidden or {}).get(kind, ())},
             "required": [*names, *(["type"] if kind != default else [])],
@@ -73,27 +80,46 @@ def only_with(field: str, other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_early(schema: Any) -> None:
-    """Bound the number of errors from a pydantic schema, also from the schemas inside it."""
+    """Bound the number of errors from a pydantic schema, also from the schemas inside it.
+
+    Literal numbers and booleans become strict, too.
+    """
     if isinstance(schema, list | tuple):
         for each in schema:
             _end_early(each)
     if not isinstance(schema, dict):
         return
     function = schema.get("function")
-    if isinstance(function, dict) and function.get("function") is _has_few_keys:
-        return  # bounded already, as part of another body
+    if isinstance(function, dict):
+        check = function.get("function")
+        if check is _has_few_keys or (isinstance(check, partial) and check.func is _has_kind):
+            return  # complete already, as part of another body
     if schema.get("type") == "list":
         schema["fail_fast"] = True
     elif schema.get("type") == "dict" and schema["values_schema"]["type"] != "any":
-        inner = schema.copy()
-        _end_early(inner["values_schema"])
-        schema.clear()
-        schema |= core_schema.no_info_before_validator_function(_has_few_keys, inner)
+        _end_early(schema["values_schema"])
+        _check_before(schema, _has_few_keys)
+        return
+    elif schema.get("type") == "literal" and not isinstance(schema["expected"][0], str):
+        _check_before(schema, partial(_has_kind, schema["expected"]))
         return
     for name, each in schema.items():
         # Skip a schema's own metadata. The field `metadata` is in an object without a type.
         if name != "metadata" or not isinstance(schema.get("type"), str):
             _end_early(each)
+
+
+def _check_before(schema: dict[str, Any], check: Callable[[Any], Any]) -> None:
+    inner = schema.copy()
+    schema.clear()
+    schema |= core_schema.no_info_before_validator_function(check, inner)
+
+
+def _has_kind(expected: Sequence[Any], value: Any) -> Any:
+    if isinstance(value, bool) != isinstance(expected[0], bool):  # for pydantic, 0 is False
+        ctx = {"expected": " or ".join(map(repr, expected))}
+        raise PydanticKnownError("literal_error", ctx)
+    return value
 
 
 def _has_few_keys(value: Any) -> Any:

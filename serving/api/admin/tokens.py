@@ -13,7 +13,7 @@ from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.conversation import MAX_COUNTED, Conversation
 from weft.serving.api.openai.replies import DetokenizedText, TokenizerInfo, Tokens
-from weft.serving.api.openai.requests import Messages, TemplateRequest, Tool
+from weft.serving.api.openai.requests import ONE_END, Messages, TemplateRequest, Tool
 from weft.serving.api.state import State
 
 router = APIRouter(route_class=JsonRoute)
@@ -47,7 +47,8 @@ class TokenizeRequest(TemplateRequest):
             "anyOf": [
                 {"required": ["prompt"], "properties": _TEXT | _NO_MESSAGES},
                 {"required": ["messages"], "properties": _MESSAGES | {"prompt": _NULL}},
-            ]
+            ],
+            "allOf": [ONE_END],
         }
     )
 

@@ -64,7 +64,7 @@ class BatchRequest(Body):
                     "each must differ",
                     param=f"requests[{i}].custom_id",
                 )
-            if request.params.get("stream"):
+            if (stream := request.params.get("stream")) is not None and stream is not False:
                 raise RequestError(
                     f"requests[{i}].params.stream must be false; leave it out",
                     param=f"requests[{i}].params.stream",

@@ -54,10 +54,7 @@ _DOCUMENTED: dict[str, Any] = {
                             "maximum": MAX_EXPIRY,
                         },
                     },
-                    "anyOf": [
-                        {"required": [_ANCHOR, _SECONDS]},
-                        {"properties": {_ANCHOR: False, _SECONDS: False}},
-                    ],
+                    "dependentRequired": {_ANCHOR: [_SECONDS], _SECONDS: [_ANCHOR]},
                 }
             }
         },

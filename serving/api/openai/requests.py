@@ -103,6 +103,15 @@ _TRUE: dict[str, Any] = {"const": True}
 _STREAM_OPTIONS = only_with(
     "stream_options", {"properties": {"stream": _TRUE}, "required": ["stream"]}
 )
+_NOT_TRUE: dict[str, Any] = {"enum": [False, None]}
+_PROMPT_LOGPROBS = only_with("prompt_logprobs", {"properties": {"stream": _NOT_TRUE}})
+ONE_END: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"continue_final_message": _NOT_TRUE}},
+        {"properties": {"add_generation_prompt": _NOT_TRUE}},
+    ]
+}
+"""Schema of the rule for a prompt's end; see TemplateRequest."""
 
 
 class GenerationRequest(GuidedRequest):
@@ -160,7 +169,7 @@ class GenerationRequest(GuidedRequest):
     thinking_token_budget: None = None
     vllm_xargs: None = None
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [_STREAM_OPTIONS]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [_STREAM_OPTIONS, _PROMPT_LOGPROBS]})
 
     @model_validator(mode="after")
     def _stream_agrees(self) -> Self:
@@ -546,6 +555,8 @@ class ChatRequest(TemplateRequest, GenerationRequest):
         json_schema_extra={
             "allOf": [
                 _STREAM_OPTIONS,
+                _PROMPT_LOGPROBS,
+                ONE_END,
                 only_with(
                     "top_logprobs",
                     {

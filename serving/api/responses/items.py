@@ -14,7 +14,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
@@ -115,15 +122,18 @@ class InputItem(Body):
     Items of tools that this server leaves out keep only their type.
     """
 
-    type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "reasoning",
-        "item_reference",
-        "ignored",
+    type: Annotated[
+        Literal[
+            "message",
+            "function_call",
+            "function_call_output",
+            "custom_tool_call",
+            "custom_tool_call_output",
+            "reasoning",
+            "item_reference",
+            "ignored",
+        ],
+        WithJsonSchema({"enum": [*_REQUIRED, None]}),
     ] = "message"
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None

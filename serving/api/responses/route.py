@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import WithJsonSchema
 
 from weft.errors import RequestError
 from weft.serving.api.admin.documentation import returns
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from weft.serving.engine.sampling_params import SamplingParams
 
 MAX_LISTED = 100
+
+_NoStream = Annotated[bool | None, WithJsonSchema({"type": "boolean", "const": False})]
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -64,7 +67,7 @@ async def count_input_tokens(body: asked.InputTokensRequest, state: State) -> Re
 
 
 @router.get("/v1/responses/{response_id}", **returns(shapes.ResponseObject))
-async def retrieve_response(response_id: str, state: State, stream: bool | None = None) -> Response:
+async def retrieve_response(response_id: str, state: State, stream: _NoStream = None) -> Response:
     """Return a stored response."""
     if stream:
         raise RequestError(

@@ -159,6 +159,7 @@ def test_another_key_sees_nothing(client: anthropic.Anthropic, batcher: Server) 
             r"requests\[2\].custom_id is 'a', as in reque",
         ),
         ([request("a", stream=True)], r"requests\[0\].params.stream must be false"),
+        ([request("a", stream={})], r"requests\[0\].params.stream must be false"),
         ([request("a b")], r"requests\[0\].custom_id"),
         ([{"custom_id": "a"}], r"requests\[0\].params is missing"),
     ],

@@ -134,3 +134,17 @@ def test_an_answer_can_go_on_after_its_end(echo: Server) -> None:
     assert answer["status"] == "incomplete"
     assert answer["usage"]["output_tokens"] == 9
     assert post(echo, {"max_output_tokens": 9}).json()["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "value"),
+    [
+        ({"top_logprobs": False}, "top_logprobs", "False"),
+        ({"background": 0}, "background", "0"),
+        ({"tools": [{"type": "custom", "name": "f", "async": 0}]}, "tools[0].async", "0"),
+    ],
+)
+def test_zero_is_not_false(echo: Server, fields: dict[str, Any], param: str, value: str) -> None:
+    error = post(echo, fields).json()["error"]
+    assert (error["param"], error["code"]) == (param, "unsupported_value")
+    assert error["message"].startswith(f"{param} is {value}; this server takes ")
