@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import RequestError
-from weft.serving.api.openai.requests import Function, FunctionName, Message, ToolMode
+from weft.serving.api.openai.messages import Message
+from weft.serving.api.openai.tools import Function, FunctionName, ToolMode
 from weft.serving.api.parsing.formats import within_thought
 from weft.serving.api.parsing.tool_grammar import InputGrammar
 from weft.serving.engine.chat_templates import UNASKED, Thinking

@@ -21,7 +21,7 @@ from weft.errors import EngineError, RequestError
 from weft.serving.api.conversation import Conversation, TextFunction
 from weft.serving.api.middleware.request_context import admit, current, owner
 from weft.serving.api.openai.replies import CompletionUsage, FinishReason, PromptTokensDetails
-from weft.serving.api.openai.requests import Function, FunctionName
+from weft.serving.api.openai.tools import Function, FunctionName
 from weft.serving.api.parsing.pieces import Answer, CallStart, Content, Piece, Reasoning
 from weft.serving.api.parsing.tool_grammar import (
     ANY_OBJECT,

@@ -12,8 +12,10 @@ from weft.errors import RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.conversation import MAX_COUNTED, Conversation
+from weft.serving.api.openai.messages import Messages
 from weft.serving.api.openai.replies import DetokenizedText, TokenizerInfo, Tokens
-from weft.serving.api.openai.requests import ONE_END, Messages, TemplateRequest, Tool
+from weft.serving.api.openai.requests import ONE_END, TemplateRequest
+from weft.serving.api.openai.tools import Tool
 from weft.serving.api.state import State
 
 router = APIRouter(route_class=JsonRoute)

@@ -18,14 +18,8 @@ from weft.serving.api.anthropic.blocks import (
 from weft.serving.api.anthropic.requests import CountRequest
 from weft.serving.api.anthropic.tools import ToolChoice, functions
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.openai.requests import (
-    FunctionCall,
-    FunctionName,
-    Message,
-    TextPart,
-    ToolCall,
-    ToolMode,
-)
+from weft.serving.api.openai.messages import FunctionCall, Message, TextPart, ToolCall
+from weft.serving.api.openai.tools import FunctionName, ToolMode
 from weft.serving.engine.chat_templates import ChatTemplates
 
 _TOOL_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "none": "none"}

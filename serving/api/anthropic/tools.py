@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type, one_of, wrong_choice
-from weft.serving.api.openai.requests import Function, Parameters
+from weft.serving.api.openai.tools import Function, Parameters
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,8 @@ from weft.serving.api.openai.replies import (
     new_id,
     now,
 )
-from weft.serving.api.openai.requests import ChatRequest, NamedTool
+from weft.serving.api.openai.requests import ChatRequest
+from weft.serving.api.openai.tools import NamedTool
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.state import State

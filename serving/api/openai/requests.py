@@ -8,21 +8,21 @@ sampling_params.py checks the ranges of sampling settings, for all APIs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, only_with
-from weft.serving.api.errors import explain
+from weft.serving.api.openai.messages import Messages
+from weft.serving.api.openai.tools import NamedTool, Tool, ToolChoice, mode_or
 from weft.serving.api.output_format import GuidedRequest
 from weft.serving.api.prompts import PromptOptions
 from weft.serving.engine.chat_templates import Effort, Thinking
@@ -304,191 +304,6 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=0)
     suffix: Literal[""] | None = None
     prompt_embeds: None = None
-
-
-class TextPart(Body):
-    """A text in a message's content. Images and audio are refused by their type.
-
-    Hints for caches have no effect, because prefixes are always cached.
-    """
-
-    type: Literal["text"]
-    text: str
-    cache_control: dict[str, Any] | None = Field(default=None, exclude=True)
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(default=None, exclude=True)
-
-
-class FunctionCall(Body):
-    """A function call by the model; `arguments` is JSON.
-
-    OpenAI's Python SDK adds `parsed_arguments` to the calls in its answers.
-    """
-
-    name: str
-    arguments: str
-    parsed_arguments: Any = Field(default=None, exclude=True)
-
-
-class ToolCall(Body):
-    """A call in an assistant's message. A streamed one has its `index` in the message."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = Field(default=None, exclude=True)
-
-
-def _parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class Message(Body):
-    """A turn in the conversation.
-
-    An assistant's turn may have all fields of a response's message, so you can append the message
-    unchanged. Fields that this server never writes must be empty. `parsed` is from OpenAI's SDK
-    and `provider_specific_fields` from litellm.
-    """
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[
-            list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
-        ]
-        | None
-    ) = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-    audio: None = None
-    function_call: None = None
-    parsed: Any = Field(default=None, exclude=True)
-    provider_specific_fields: Any = Field(default=None, exclude=True)
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
-                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-            ]
-        }
-    )
-
-
-def _have_content(messages: list[Message]) -> list[Message]:
-    for i, message in enumerate(messages):
-        if message.content is None and message.role != "assistant":
-            param = f"messages[{i}].content"
-            if "content" in message.model_fields_set:
-                raise RequestError(f"{param} is null; it must be a text or parts", param=param)
-            raise RequestError(f"{param} is missing", param=param, code="missing_parameter")
-    return messages
-
-
-Messages = Annotated[list[Message], Field(min_length=1), AfterValidator(_have_content)]
-
-
-_SCHEMA_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
-
-
-def _check_schema(schema: Any, place: str) -> None:
-    """Raise ValueError for an invalid schema; unknown keywords may have any value."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise ValueError(f"{place} must be a JSON schema")
-    kind = schema.get("type", [])
-    for name in kind if isinstance(kind, list) else [kind]:
-        if not isinstance(name, str) or name not in _SCHEMA_TYPES:
-            shown = str(name)[:40]
-            raise ValueError(
-                f"{place}.type is {shown!r}; a type is {', '.join(sorted(_SCHEMA_TYPES))}"
-            )
-    if not isinstance(schema.get("pattern", ""), str):
-        raise ValueError(f"{place}.pattern must be a text")
-    for key in ("properties", "$defs"):
-        inner = schema.get(key, {})
-        if not isinstance(inner, dict):
-            raise ValueError(f"{place}.{key} must be an object")
-        for name, each in inner.items():
-            _check_schema(each, f"{place}.{key}.{name[:40]}")
-    for key in ("anyOf", "oneOf", "allOf"):
-        inner = schema.get(key, [])
-        if not isinstance(inner, list):
-            raise ValueError(f"{place}.{key} must be a list")
-        for i, each in enumerate(inner):
-            _check_schema(each, f"{place}.{key}[{i}]")
-    if "items" in schema and not isinstance(schema["items"], list):  # older drafts have a list
-        _check_schema(schema["items"], f"{place}.items")
-
-
-def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type", "object") != "object":
-        raise ValueError(f".type is {str(schema['type'])[:40]!r}; it must be 'object'")
-    _check_schema(schema, "")
-    return schema
-
-
-Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
-
-
-class Function(Body):
-    """A function for the model; `parameters` is its JSON schema."""
-
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: Parameters | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    """A tool for the model."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Body):
-    """The name of a tool."""
-
-    name: str
-
-
-class NamedTool(Body):
-    """The tool that the model must call."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-ToolMode = Literal["none", "auto", "required"]
-
-
-def mode_or(named: type[Body]) -> BeforeValidator:
-    """Return a validator for tool_choice; errors are about the form that the client tried."""
-
-    def checked(value: Any) -> Any:
-        if isinstance(value, dict):
-            try:
-                return named.model_validate(value)
-            except ValidationError as error:
-                (first, *_) = error.errors()
-                raise explain([{**first, "loc": ("body", "tool_choice", *first["loc"])}]) from None
-        if value is not None and value not in get_args(ToolMode):
-            raise ValueError(
-                f" is {str(value)[:40]!r}; this server accepts 'none', 'auto', 'required', or a "
-                'tool: {"type": "function", ...}'
-            )
-        return value
-
-    return BeforeValidator(checked, json_schema_input_type=ToolMode | named | None)
-
-
-ToolChoice = ToolMode | NamedTool
 
 
 class TemplateRequest(Body):

@@ -25,8 +25,8 @@ from pydantic import (
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
+from weft.serving.api.openai.messages import FunctionCall, Message, TextPart, ToolCall
 from weft.serving.api.openai.replies import new_id
-from weft.serving.api.openai.requests import FunctionCall, Message, TextPart, ToolCall
 from weft.serving.api.parsing.tool_grammar import INPUT
 
 _SEALED = "weft1."

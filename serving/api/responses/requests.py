@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
-from weft.serving.api.openai.requests import Priority, Stop, ToolMode, mode_or, sampling_params
+from weft.serving.api.openai.requests import Priority, Stop, sampling_params
+from weft.serving.api.openai.tools import ToolMode, mode_or
 from weft.serving.api.responses.items import InputItem
 from weft.serving.api.responses.tools import NamedTool, Tools
 from weft.serving.engine.chat_templates import Effort, Thinking

@@ -17,7 +17,7 @@ from weft.errors import RequestError
 from weft.serving.api.body import Body, by_type
 from weft.serving.api.conversation import TextFunction
 from weft.serving.api.errors import explain
-from weft.serving.api.openai.requests import Function, FunctionName, ToolMode
+from weft.serving.api.openai.tools import Function, FunctionName, ToolMode
 from weft.serving.api.parsing.tool_grammar import INPUT, InputGrammar
 
 MAX_NAME = 64

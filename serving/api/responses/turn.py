@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.api.conversation import Conversation
-from weft.serving.api.openai.requests import Message
+from weft.serving.api.openai.messages import Message
 from weft.serving.api.responses.items import (
     ITEMS,
     InputItem,
