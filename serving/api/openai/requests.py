@@ -108,8 +108,8 @@ _STREAM_OPTIONS = only_with(
 class GenerationRequest(GuidedRequest):
     """The common fields of completions and chats.
 
-    docs/api.md has a table of all fields. Fields that OpenAI does not have are from vLLM, except
-    Ollama's `keep_alive`.
+    docs/api.md lists all fields. Fields beyond OpenAI's are from vLLM, except Ollama's
+    `keep_alive`.
     """
 
     model: str | None = None
@@ -336,8 +336,8 @@ def _parts(value: Any) -> Any:
 class Message(Body):
     """A turn in the conversation.
 
-    An assistant's turn may have all fields of a response's message, so you can append the message
-    unchanged. Fields that this server never writes must be empty. `parsed` is from OpenAI's SDK
+    An assistant's turn may have all fields from a response's message, so you can append the message
+    unchanged. Fields outside this server's responses must be empty. `parsed` is from OpenAI's SDK
     and `provider_specific_fields` from litellm.
     """
 
@@ -483,7 +483,7 @@ ToolChoice = ToolMode | NamedTool
 
 
 class TemplateRequest(Body):
-    """The fields that control the chat template."""
+    """The fields for the chat template."""
 
     add_generation_prompt: bool | None = None
     chat_template: None = None
@@ -503,12 +503,12 @@ class TemplateRequest(Body):
 
     @property
     def to_answer(self) -> bool:
-        """True if the prompt ends with the beginning of the assistant's turn."""
+        """True if the prompt ends where the assistant's turn begins."""
         return self.add_generation_prompt is not False
 
     @property
     def thinking(self) -> Thinking:
-        """The thought that the request asks for."""
+        """The requested thinking."""
         return Thinking.of_effort(self.reasoning_effort)
 
 
