@@ -1,27 +1,27 @@
-"""Requests that could stop a server: what do the other clients notice?
+"""Hostile requests, and their effect on a server's other clients.
 
     python benchmarks/hostile.py                       the bundled model, bodies of 31 MiB
-    python benchmarks/hostile.py --quick               bodies of 1 MiB, one of each kind
+    python benchmarks/hostile.py --quick               bodies of 1 MiB, each kind once
     python benchmarks/hostile.py ./MODEL --tp 2        arguments of weft serve
 
-The server gets several bodies of each kind, one after the other. Meanwhile a victim reads a
+The server gets several bodies for each kind, in sequence. Meanwhile a victim reads a
 streamed answer, and a probe asks for /health. The table has, for each kind:
 
-    body       MiB of one body
+    body       size in MiB
     sent       number of bodies
-    status     of the answers
+    status     HTTP status
     answer     seconds until a body is answered: median, worst
-    gap        ms of the longest pause in the victim's stream meanwhile: median, worst
-    /health    ms of the slowest answer of /health meanwhile: median, worst
-    MiB        growth of the API process's peak memory
-    x body     the same, as a multiple of the body
+    gap        longest pause in the victim's stream meanwhile, ms: median, worst
+    /health    slowest answer from /health meanwhile, ms: median, worst
+    MiB        growth in the API process's peak memory
+    x body     the same, divided by the body's size
 
-A pause that comes from the kind comes each time, so it shows in the median. The row `undisturbed`
-has no bodies: it shows what the machine itself contributes. `all kinds at once` sends one body of
-each kind in the same moment. `an easy schema behind hard ones` measures an easy schema while the
-server compiles hard ones.
+If a kind causes a pause, it does so each time: the median shows it. The row `undisturbed` has no
+bodies: it shows the machine's own pauses. `all kinds at once` sends one body for each kind in the
+same moment. `an easy schema behind hard ones` measures an easy schema while the server compiles
+hard ones.
 
-Not handled: memory of the engine, and other processes on the machine.
+Not handled: the engine's memory, and other processes on the machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HARD = 10  # hard schemas at once
 
 @dataclass
 class Figures:
-    """What one body did: the status (None without a body), seconds, bytes of body and memory."""
+    """One body's effect: the status (None without a body), seconds, bytes for body and memory."""
 
     status: int | None
     seconds: float
@@ -63,13 +63,13 @@ class Figures:
 
 @dataclass
 class Row:
-    """A line of the table: all bodies of one kind."""
+    """A line in the table: all bodies with one kind."""
 
     kind: str
     figures: list[Figures]
 
     def cells(self) -> list[str]:
-        """Return the columns of the table."""
+        """Return the table's columns."""
         all_of = self.figures
         counts = Counter(each.status for each in all_of)
         status = ", ".join(f"{n} x {s}" if n < len(all_of) else f"{s}" for s, n in counts.items())
@@ -108,7 +108,7 @@ class Watch:
         self._last_event = self._last_answer = time.monotonic()
 
     def clear(self) -> None:
-        """Forget what has been seen."""
+        """Forget all observations."""
         self._gap = self._health = 0.0
 
     def seen(self) -> tuple[float, float]:
@@ -168,13 +168,13 @@ def peak_memory(process: psutil.Process, *, reset: bool = False) -> int:
 
 
 class Attack:
-    """Sends bodies to a server, and notes what the others see.
+    """Sends bodies to a server, and observes the other clients.
 
     Args:
         url: the server's address.
         server: its API process.
         watch: the victim and the probe.
-        count: number of bodies of each kind.
+        count: number of bodies for each kind.
     """
 
     def __init__(self, url: str, server: psutil.Process, watch: Watch, count: int) -> None:
@@ -202,7 +202,7 @@ class Attack:
         return Figures(status, seconds, gap, health, len(body.data), grown)
 
     async def at_once(self, kind: str, several: Sequence[Body]) -> Row:
-        """Send all these bodies in the same moment; memory is compared with all of them."""
+        """Send all bodies in the same moment, and compare the memory with their sum."""
         answers, gap, health, grown = await self._send(several)
         total = sum(len(body.data) for body in several)
         return Row(kind, [Figures(*answer, gap, health, total, grown) for answer in answers])
@@ -242,10 +242,10 @@ async def measure(
     """Start a server and measure all chosen kinds.
 
     Args:
-        arguments: of `weft serve`.
+        arguments: for `weft serve`.
         chosen: whether a kind is measured, by its name; "schemas" are easy and hard ones.
         mib: size of large bodies, in MiB.
-        count: number of bodies of each kind.
+        count: number of bodies for each kind.
         hard: number of hard schemas at once.
     """
     timeout = aiohttp.ClientTimeout(total=None)

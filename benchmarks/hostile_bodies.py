@@ -1,4 +1,4 @@
-"""The bodies of hostile.py: each kind could stop a server in its own way."""
+"""Bodies for hostile.py: each kind could stop a server in its own way."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Body:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of bodies: the head, many elements with commas, and the tail.
+    """A body kind: the head, many elements with commas, and the tail.
 
     Attributes:
         path: the route.
         head, element, tail: JSON. In an element, ####### becomes its number.
-        most: maximum number of elements.
+        most: maximum element count.
         comma: between two elements.
     """
 
@@ -53,7 +53,7 @@ class Kind:
     comma: str = ","
 
     def body(self, size: int, model: str) -> bytes:
-        """Return a body of up to this many bytes, or with `most` elements."""
+        """Return a body up to this size in bytes, or with `most` elements."""
         head = f'{{"model":{json.dumps(model)},{self.head}'.encode()
         each, comma = self.element.encode(), self.comma.encode()
         room = size - len(head) - len(self.tail)
@@ -130,7 +130,7 @@ kind has few enough elements to be read: its size is in the table."""
 
 
 def bodies(model: str, size: int) -> list[Body]:
-    """Return one body of each kind, of up to this many bytes."""
+    """Return one body for each kind, up to this size in bytes."""
     return [Body(name, kind.path, kind.body(size, model)) for name, kind in KINDS.items()]
 
 
@@ -140,13 +140,13 @@ def small(model: str) -> Body:
 
 
 def easy_schema(model: str, kind: str, name: str) -> Body:
-    """Return a request whose schema compiles at once; each name gives another one."""
+    """Return a request with a fast schema; each name gives another one."""
     schema = {"type": "object", "properties": {name: {"type": "integer"}}}
     return _completion(kind, model, guided_json=schema)
 
 
 def hard_schema(model: str, i: int) -> Body:
-    """Return a request whose schema takes seconds to compile; each number gives another one."""
+    """Return a request with a slow schema (seconds to compile); each number gives another one."""
     pattern = f"[a-z]{{1,{9000 + i}}}x"
     return _completion("a hard schema", model, guided_json={"type": "string", "pattern": pattern})
 

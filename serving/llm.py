@@ -105,7 +105,7 @@ class LLM:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The sampling defaults in force, for settings that SamplingParams leaves out."""
+        """The effective sampling defaults, for settings without a value in SamplingParams."""
         return self._running.generation_config
 
     @property

@@ -87,7 +87,7 @@ def test_make_finds_torch_in_the_given_index(tmp_path: Path) -> None:
 
 
 def test_the_commands_need_no_extra_to_start() -> None:
-    """Imports at the top of a module of a command are of required packages."""
+    """Imports at the top of a command's module only need required packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
     extras = {

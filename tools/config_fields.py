@@ -1,4 +1,4 @@
-"""Writes docs/config-fields.md: what weft does with each field of config.json, for each family.
+"""Writes docs/config-fields.md: weft's treatment of each field in config.json, by family.
 
 python tools/config_fields.py          # write the file
 """

@@ -1,7 +1,7 @@
 """Compiling grammars: how long a short one waits behind long ones, in seconds of wall time.
 
-A short grammar is a schema with one property. A long one takes more than a second of processor
-time until it is refused. The model is `weft-demo`, with 1,536 tokens.
+A short grammar is a schema with one property. A long one takes more than one second processor time
+until it is refused. The model is `weft-demo`, with 1,536 tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = count()
 
 
 def _short() -> Grammar:
-    """Make a schema that is not in the cache."""
+    """Make a new schema, not in the cache."""
     return Grammar("json_schema", f'{{"properties": {{"a{next(_numbers)}": {{}}}}}}')
 
 
@@ -35,7 +35,7 @@ def _long() -> Grammar:
 
 
 async def _behind(compiler: GrammarCompiler, long: int, keys: int) -> float:
-    """Return the seconds for a short grammar that arrives behind long ones of some keys."""
+    """Return the seconds for a short grammar behind long ones from some keys."""
     tasks = [asyncio.create_task(compiler.compile(_long(), f"key {i % keys}")) for i in range(long)]
     await asyncio.sleep(0)
     begin = time.perf_counter()

@@ -1,8 +1,8 @@
 """Downloads checkpoints into a cache: from the Hugging Face hub, or from object storage.
 
-Only the files that weft reads are fetched. config.json comes first, so that a model that weft
-cannot load is refused before its weights come. An interrupted download continues where it ended,
-and of two processes one downloads while the other waits. Files from the hub are compared with
+weft fetches only the files that it reads. config.json comes first, so that an unsupported model is
+refused before its weights come. An interrupted download continues at the same place. If two
+processes need a file, one downloads while the other waits. Files from the hub are compared with
 their hash.
 
 huggingface_hub does the transfer from the hub, with its own variables: HF_HOME, HF_TOKEN,
@@ -76,7 +76,7 @@ def download(source: HubModel | Bucket, progress: Progress, *, weights: bool = T
         weights: fetch the weights, too; otherwise only the small files.
 
     Returns:
-        The commit of a model on the hub; None for object storage.
+        The commit, for a model on the hub; None for object storage.
 
     Raises:
         ModelError: the model does not exist, needs a token, cannot be reached, is damaged, does
@@ -93,7 +93,7 @@ def download(source: HubModel | Bucket, progress: Progress, *, weights: bool = T
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to fetch. The hub has the SHA-256 of large files, and git's hash of the others."""
+    """A file to fetch. The hub has a SHA-256 for large files, and git's hash for the others."""
 
     name: str
     size: int
@@ -102,7 +102,7 @@ class _File:
 
 
 class _Counter:
-    """Bytes of all files together, from several threads."""
+    """Byte count for all files together, from several threads."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._done, self._total, self._progress = 0, total, progress
@@ -166,7 +166,7 @@ def _needed(
 
     Args:
         source: where the model comes from.
-        files: all files of the model, by name.
+        files: all the model's files, by name.
         fetch: fetches one file at once.
         weights: choose the weights, too.
     """
@@ -189,7 +189,7 @@ def _needed(
 
 
 def _is_small(name: str) -> bool:
-    """Return whether weft reads a file that holds no weights."""
+    """Return whether a file is a small one that weft reads."""
     parts = PurePosixPath(name).parts
     return any(
         len(parts) == pattern.count("/") + 1 and fnmatch(name, pattern) for pattern in SMALL_FILES
@@ -197,7 +197,7 @@ def _is_small(name: str) -> bool:
 
 
 def _fetch(source: HubModel, file: _File, counter: _Counter | None) -> Path:
-    """Fetch one file of a commit, and compare it with its size and hash; raises ModelError."""
+    """Fetch one file, and compare it with its size and hash; raises ModelError."""
     from huggingface_hub import hf_hub_download
     from tqdm.auto import tqdm
 
@@ -220,7 +220,7 @@ def _fetch(source: HubModel, file: _File, counter: _Counter | None) -> Path:
             count(int(n or 0))
             return None
 
-        # Xet storage also reports the bytes on the wire, which may be fewer. They do not count.
+        # Xet storage also reports bytes on the wire, possibly fewer. They do not count.
         def update_transfer(self, n: float | None = 1) -> None:
             pass
 
@@ -230,14 +230,14 @@ def _fetch(source: HubModel, file: _File, counter: _Counter | None) -> Path:
     try:
         path = hf_hub_download(source.id, file.name, revision=source.revision, tqdm_class=Bar)
     except Exception as error:
-        # Most errors of Xet storage have no class of their own.
+        # Most errors from Xet storage have no specific class.
         if not isinstance(error, RuntimeError) and type(error).__module__ != "hf_xet":
             raise
         raise ModelError(
             f"{source.id}: {file.name} does not come from Xet storage ({_first_line(error)}); try "
             "again, or set HF_HUB_DISABLE_XET=1 to fetch it over plain HTTP"
         ) from error
-    count(file.size - counted)  # what was here before, or has come by another way
+    count(file.size - counted)  # bytes from before, or by another way
     blob = Path(path)
     if damage := _damage(blob, file):
         blob.resolve().unlink(missing_ok=True)
@@ -272,7 +272,7 @@ def _damage(blob: Path, file: _File) -> str | None:
 def _check_space(
     source: object, folder: Path, files: Iterable[_File], here: Iterable[Path]
 ) -> None:
-    """Refuse a download that does not fit on the disk; `here` are files that may exist."""
+    """Refuse a download too large for the disk; `here` are files that may exist."""
     parent = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(parent).free
     needed = sum(file.size for file in files)
@@ -285,7 +285,7 @@ def _check_space(
 
 
 class _hub_errors:  # noqa: N801  # used as a function
-    """Turn the hub's errors into a ModelError of one line, which says what to do."""
+    """Turn the hub's errors into a one-line ModelError with advice."""
 
     def __init__(self, source: HubModel, api: HfApi) -> None:
         self.source, self.endpoint = source, str(api.endpoint)
@@ -326,7 +326,7 @@ class _hub_errors:  # noqa: N801  # used as a function
                 f"cannot write to {model.cache}: {error.strerror}; HF_HOME names another folder "
                 "for the cache"
             )
-        elif isinstance(error, OSError):  # a file of the wrong size
+        elif isinstance(error, OSError):  # a file with a wrong size
             text = f"{_first_line(error)}; run the command again"
         else:
             return
@@ -334,7 +334,7 @@ class _hub_errors:  # noqa: N801  # used as a function
 
 
 def _network_errors() -> tuple[type[BaseException], ...]:
-    """Return the base classes of connection errors in this release of huggingface_hub."""
+    """Return the base classes for connection errors in this huggingface_hub release."""
     names = [name for name in ("httpx2", "httpx") if name in sys.modules]
     clients = [importlib.import_module(name) for name in names]
     return (ConnectionError, TimeoutError, *(client.HTTPError for client in clients))
@@ -395,7 +395,7 @@ def _from_bucket(source: Bucket, progress: Progress, weights: bool) -> None:
 
 
 def _storage_errors(scheme: str) -> tuple[type[Exception], ...]:
-    """Return the base classes of a driver's errors; they have no common one."""
+    """Return the base classes for a driver's errors; they have no common one."""
     classes = (path.rpartition(".") for path in DRIVER_ERRORS[scheme])
     return (OSError, *(getattr(sys.modules[module], name) for module, _, name in classes))
 

@@ -80,7 +80,7 @@ class HubModel:
 
     @property
     def commit(self) -> str | None:
-        """The commit that the revision stands for; None if the cache does not know it."""
+        """The revision's commit; None if the cache does not know it."""
         if _COMMIT.fullmatch(self.revision):
             return self.revision
         try:
@@ -131,8 +131,9 @@ def remote(model: str, revision: str | None = None) -> HubModel | Bucket | None:
     """Tell where a model comes from; None for a directory or a bundled model.
 
     Args:
-        model: the model, as a user names it. A directory with the name of a hub id comes first.
-        revision: a branch, a tag or a commit of a hub id.
+        model: the model, as a user names it. A directory with the same name as a hub id comes
+            first.
+        revision: a branch, tag or commit for a hub id.
 
     Raises:
         ConfigError: `revision` is given for something else than a hub id, or twice.
@@ -166,8 +167,8 @@ def locate(model: str, revision: str | None = None) -> Path:
 
     Args:
         model: a bundled model's name (see `BUNDLED`), a directory, OWNER/NAME on the hub, or a URL.
-            Write ./NAME for a directory with the name of a bundled model.
-        revision: a branch, a tag or a commit of a hub id.
+            Write ./NAME for a directory with a bundled model's name.
+        revision: a branch, tag or commit for a hub id.
 
     Raises:
         ConfigError: `model` and `revision` do not fit together.
@@ -181,7 +182,7 @@ def locate(model: str, revision: str | None = None) -> Path:
 
 
 def find(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model or a tokenizer, whatever it holds; see `locate`."""
+    """Return a model's or tokenizer's directory without checking its content; see `locate`."""
     source = remote(model, revision)
     match source:
         case HubModel():
@@ -196,7 +197,7 @@ def find(model: str, revision: str | None = None) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a directory of the hub's cache holds config.json and all weights."""
+    """Return whether a directory in the hub's cache holds config.json and all weights."""
     if not (path / "config.json").is_file():
         return False
     if (path / SINGLE_FILE).is_file():
@@ -232,7 +233,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _what_is_there(path: Path) -> str:
-    """Name the other weights in a directory, and say what to do with them."""
+    """Name the other weights in a directory, with advice."""
     for name in (SINGLE_FILE, INDEX_FILE):
         if (path / name).is_symlink():
             return (
@@ -243,9 +244,9 @@ def _what_is_there(path: Path) -> str:
 
 
 def other_weights(names: Iterable[str]) -> str:
-    """Name the weights among file names that weft does not read, and say what to do with them.
+    """Name the unsupported weights among file names, with advice.
 
-    Empty if there are weights that weft reads.
+    Empty if there are supported weights.
     """
     names = sorted(names)
     if SINGLE_FILE in names or INDEX_FILE in names:
@@ -258,9 +259,9 @@ def other_weights(names: Iterable[str]) -> str:
 
 
 def model_name(model: str) -> str:
-    """Return the name of a model for the API: the hub id, or the last part of the path.
+    """Return a model's name for the API: the hub id, or the last part of the path.
 
-    A snapshot in the hub's cache has the name of its model, not of its commit.
+    A snapshot in the hub's cache has its model's name, not its commit's.
     """
     source = remote(model)
     if isinstance(source, HubModel):
@@ -306,7 +307,7 @@ def _directory(model: str) -> Path:
 
 
 def _what_is_wrong(path: Path) -> str:
-    """Describe a path without a config.json, and what to give instead."""
+    """Describe a path without a config.json, and the right argument."""
     if not path.exists():
         return (
             f"no checkpoint at {path}: give a directory with config.json and safetensors files, "

@@ -115,7 +115,7 @@ class Weights:
         return self.layout.parts(self._spec, weight)
 
     def _to_read(self, weight: WeightSpec) -> Iterator[tuple[str, Index, int]]:
-        """Yield (name, index, bytes) for each tensor of which this rank reads a part.
+        """Yield (name, index, bytes) for each tensor with a part for this rank.
 
         The index selects the part. Several parts may be in one tensor.
         """
@@ -158,7 +158,7 @@ class _Entry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element; of another dtype than those of weights, 1."""
+        """Bytes per element; 1 if weights cannot have this dtype."""
         return DTYPE_BYTES.get(self.dtype, 1)
 
     @property
@@ -210,8 +210,8 @@ def _check_files(
     """Compare all headers with the spec.
 
     Returns:
-        The location of each tensor, the block of each weight that is in its alternative place, and
-        the location of each tensor that is skipped.
+        Each tensor's location, the block for each weight in its alternative place, and each skipped
+        tensor's location.
     """
     weights = list(spec.weights)
     others = {each.name: each.alternative for each in weights if each.alternative is not None}
@@ -252,12 +252,12 @@ def _check_files(
 
 
 def _patterns(name: str, spec: ModelSpec) -> list[str]:
-    """Return the patterns of skipped tensors that fit a name."""
+    """Return the patterns in `spec.skipped` that match a name."""
     return [pattern for pattern in spec.skipped if fnmatch(name, pattern)]
 
 
 def _unexpected(names: Sequence[str], file: Path, spec: ModelSpec) -> ModelError:
-    """Return the error for tensors that no weight uses."""
+    """Return the error for tensors without a weight in the spec."""
     what = f"{file} has {_join_first(names)}, which {'is' if len(names) == 1 else 'are'}"
     if any(name.endswith(QUANTIZED) for name in names):
         return ModelError(

@@ -1,9 +1,8 @@
-"""The table of the fields in config.json: what weft does with each of them, by family.
+"""The table of fields in config.json, with weft's treatment by family.
 
 A field is read, has a supported value, is refused, or is harmless. Fields in no table have no
 effect in transformers either; the log names them, because one may be misspelt. Tests compare the
-tables with weft's own reading and with the fields that transformers reads. docs/config-fields.md
-shows them.
+tables with weft's own reading and with transformers' code. docs/config-fields.md shows them.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ which are refused."""
 
 
 def effect(name: str, model_type: str) -> Effect:
-    """Return what a field of config.json does in a family."""
+    """Return the effect of a config.json field in a family."""
     if name in READ | READ_BY[model_type] | READ_FOR_TEXT:
         return "read"
     if name in ONLY:
@@ -179,7 +178,7 @@ def effect(name: str, model_type: str) -> Effect:
 
 
 def rope_effect(name: str) -> Effect:
-    """Return what a field of `rope_parameters` or `rope_scaling` does."""
+    """Return the effect of a field in `rope_parameters` or `rope_scaling`."""
     if name in ROPE_READ:
         return "read"
     if name in ROPE_ONLY:
@@ -201,10 +200,10 @@ def refuse_others(fields: Fields, model_type: str) -> None:
 
 
 def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
-    """Return the fields in no table, each with a suggestion if it resembles a field that is read.
+    """Return the fields in no table, each with a suggestion if it resembles a known field.
 
     Args:
-        config: the content of a config.json that `build_spec` accepts.
+        config: a config.json's content, accepted by `build_spec`.
         model_type: the family.
     """
     known = READ | READ_BY[model_type] | READ_FOR_TEXT

@@ -135,7 +135,7 @@ class Decoder:
     ) -> MoeSpec:
         """Describe layer i's routed experts.
 
-        `save_pretrained` of transformers 5 with `save_original_format=False` fuses all experts:
+        `save_pretrained` in transformers 5 with `save_original_format=False` fuses all experts:
         `gate_up_proj` is [experts, 2 * width, hidden], `down_proj` is [experts, hidden, width].
 
         Args:

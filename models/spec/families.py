@@ -62,7 +62,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
 
 
 def unread_fields(config: dict[str, Any]) -> list[str]:
-    """Return the fields that weft does not know, in a config.json that `build_spec` accepts.
+    """Return the unknown fields in a config.json, already accepted by `build_spec`.
 
     They have no effect in transformers either. A misspelt field has a suggestion.
     """
@@ -187,7 +187,7 @@ def _window(fields: Fields, default: int | None) -> int | None:
 
 
 def _layer_types(fields: Fields, decoder: Decoder) -> list[Any]:
-    """Read the kind of each layer's attention; its field is not absent."""
+    """Read each layer's attention kind; the field is not absent."""
     kinds = fields.array("layer_types")
     if len(kinds) != decoder.layers:
         raise ModelError(
@@ -198,7 +198,7 @@ def _layer_types(fields: Fields, decoder: Decoder) -> list[Any]:
 
 
 def _check_layer_types(fields: Fields, decoder: Decoder, window: int | None) -> None:
-    """Refuse `layer_types` that are not those of a model with one kind of attention."""
+    """Refuse `layer_types` unless all layers have the kind that `sliding_window` implies."""
     kind = "full_attention" if window is None else "sliding_attention"
     if fields.has("layer_types") and set(map(str, _layer_types(fields, decoder))) != {kind}:
         raise fields.error("layer_types", f"{kind} in all layers, as sliding_window says")

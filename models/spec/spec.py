@@ -36,7 +36,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """A block of one tensor in a checkpoint: the whole tensor, or one of several fused weights.
+    """A block in a checkpoint's tensor: the whole tensor, or one of several fused weights.
 
     Attributes:
         name: the tensor's name.
@@ -58,7 +58,7 @@ class WeightSpec:
             shape[1:] for each expert number.
         shape: the whole weight's shape; matrices are [out, in].
         axes: the logical axis for each dimension.
-        alternative: place of the weight in checkpoints without a tensor `name`, if there is one.
+        alternative: the weight's place in checkpoints without a tensor `name`, if it has one.
     """
 
     name: str
@@ -203,7 +203,7 @@ class ModelSpec:
         head_dim: one head's width; not always hidden_size / num_heads.
         norm_eps: added to the mean square in every RMSNorm.
         lm_head: None if it shares the embedding's weight (tied).
-        skipped: patterns of tensor names that a checkpoint may hold and weft does not use.
+        skipped: name patterns for tensors in a checkpoint that weft does not use.
         is_first: whether this stage embeds the tokens.
         is_last: whether this stage makes the logits.
     """

@@ -158,13 +158,13 @@ class Body(BaseModel):
 def one_of(
     bodies: Sequence[type[Body]], choose: Callable[[Mapping[str, Any]], type[Body]]
 ) -> BeforeValidator:
-    """Return a validator for an object with one of several forms.
+    """Return a validator for an object with several possible forms.
 
-    Errors are about the form that the client tried, and name its fields.
+    Errors are about the client's form, and name its fields.
 
     Args:
         bodies: all forms.
-        choose: returns the form of an object; it may raise `wrong_choice`.
+        choose: returns an object's form; it may raise `wrong_choice`.
     """
 
     def read(value: Any) -> Body:
@@ -175,7 +175,7 @@ def one_of(
 
 
 def by_field(field: str, bodies: Mapping[str, type[Body]]) -> BeforeValidator:
-    """Return a validator for an object whose form depends on the value of one field."""
+    """Return a validator for an object; one field's value selects its form."""
 
     def choose(value: Mapping[str, Any]) -> type[Body]:
         kind = value.get(field)
@@ -222,7 +222,7 @@ class JsonRoute(APIRoute):
 
 
 class _ReadRequest(Request):
-    """A request whose body has been read and validated; FastAPI validates no instance again."""
+    """A request with a validated body; FastAPI does not validate an instance again."""
 
     def __init__(self, scope: Scope, receive: Receive, content: Body | None) -> None:
         super().__init__(scope, receive)
@@ -239,7 +239,7 @@ async def _validated(state: ServerState, model: type[Body], request: Request) ->
     """Read and validate a body; None if it is empty.
 
     A large body is read in a thread, and its values are counted first. Its lists and objects are
-    validated one by one in Python, so the event loop gets its turn between two of them.
+    validated one by one in Python, so the event loop gets its turn in between.
 
     Raises:
         RequestError: the body is invalid, or other large bodies take all the room.

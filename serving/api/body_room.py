@@ -1,4 +1,4 @@
-"""Room for large bodies: a bound on the memory of all bodies that arrive or are being read."""
+"""Room for large bodies: a bound on the memory for all arriving or unread bodies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ArrivingBody:
     """A request's body with its place in the room.
 
     Attributes:
-        chunks: the parts that have arrived.
+        chunks: the arrived parts.
         size: their bytes.
     """
 
@@ -52,10 +52,10 @@ class ArrivingBody:
 
 
 class BodyRoom:
-    """The room for the bodies of one server.
+    """The room for one server's bodies.
 
-    If the room is full, the largest of the bodies that still arrive gives way. So a few clients
-    that send huge bodies slowly cannot keep out the others.
+    If the room is full, the largest arriving body gives way. So a few clients with huge, slow
+    bodies cannot keep out the others.
 
     Args:
         size: bytes.
@@ -67,7 +67,7 @@ class BodyRoom:
 
     @contextmanager
     def place(self) -> Iterator[ArrivingBody]:
-        """Yield a new body's place, which is free again at the end."""
+        """Yield a new body's place, and free it at the end."""
         body = ArrivingBody(self)
         self._arriving.add(body)
         try:
@@ -77,7 +77,7 @@ class BodyRoom:
             self.left += body.size
 
     def make(self, size: int, body: ArrivingBody) -> bool:
-        """Make room for more of a body; False if no larger body can give way."""
+        """Make room for a body's next part; False if no larger body can give way."""
         while self.left < size:
             largest = max(self._arriving, key=lambda each: each.size)
             if largest.size <= body.size + size:
@@ -86,5 +86,5 @@ class BodyRoom:
         return True
 
     def arrived(self, body: ArrivingBody) -> None:
-        """Keep a body until it has been read, because all of it is there."""
+        """Keep a complete body until it has been read."""
         self._arriving.discard(body)

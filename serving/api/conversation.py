@@ -20,7 +20,7 @@ MAX_COUNTED = 1 << 15
 
 
 class TextFunction(Function):
-    """A function that takes one text, its argument INPUT.
+    """A function with one text as its argument INPUT.
 
     Attributes:
         grammar: constrains the text; only for a strict function.
@@ -38,10 +38,10 @@ class Conversation:
         tools: functions for the model; subclasses' further fields are ignored.
         tool_choice: whether the model may or must call a tool, or the one tool to call.
         parallel: the model may call several tools at once.
-        continued: the answer continues the last message, which is the assistant's.
-        to_answer: end the prompt with the beginning of the assistant's turn.
+        continued: the answer continues the last message, an assistant's message.
+        to_answer: end the prompt where the assistant's turn begins.
         template_arguments: more variables for the chat template (`chat_template_kwargs`).
-        thinking: the thought that the request asks for.
+        thinking: the requested thinking.
 
     Raises:
         RequestError: the tools and the choice contradict each other, or the last message cannot
@@ -88,7 +88,7 @@ class Conversation:
 
     @property
     def continued_text(self) -> str | None:
-        """The text that the answer continues, if there is one."""
+        """The text for the answer to continue, if there is one."""
         return text_of(self.messages[-1]) if self.continued else None
 
     def prompt(self, tokenizer: Tokenizer, *, most: int) -> str:

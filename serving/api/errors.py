@@ -203,7 +203,7 @@ def _shown(value: Any) -> str:
 
 
 def _beginning(value: Any) -> Any:
-    """Return a value's beginning, because the `repr` of a large value takes long."""
+    """Return a value's beginning, because a large value's `repr` takes long."""
     match value:
         case str():
             return value[: _MAX_SHOWN + 1]

@@ -160,7 +160,7 @@ class Generation:
 
     @property
     def defaults(self) -> SamplingDefaults:
-        """Values of settings that the request leaves out."""
+        """Values for settings without a value in the request."""
         return self._engine.generation_config.defaults
 
     def prompt(self, i: int) -> list[int]:
@@ -208,7 +208,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens in the prompts of all answers."""
+        """Number of prompt tokens in all answers together."""
         return self._n * sum(len(each.prompt_token_ids) for each in self._requests)
 
     def usage(self) -> CompletionUsage:

@@ -1,9 +1,9 @@
 """The HTTP server: uvicorn around the application, with limits on each connection.
 
-uvicorn's protocol for HTTP/1.1 (httptools) lacks some limits, which `BoundedProtocol` adds:
+`BoundedProtocol` adds some limits to uvicorn's protocol for HTTP/1.1 (httptools):
 
     size of a request's head        a client could fill the memory
-    connections without a request   clients could take all of this process's file descriptors
+    connections without a request   clients could take all file descriptors in this process
     time for a request to arrive    a few clients that send a byte now and then would hold all
                                     sockets
     time for a client to read       the application waits at 64 KiB of unread data, and meanwhile
@@ -11,7 +11,7 @@ uvicorn's protocol for HTTP/1.1 (httptools) lacks some limits, which `BoundedPro
     requests sent ahead             uvicorn queues all of them (pipelining, RFC 9112, section
                                     9.3.2), and reports a disconnection only to the last
 
-It also refuses other versions of HTTP and requests without one `Host`, and it never sends a chunked
+It also refuses other HTTP versions and requests without one `Host`, and it never sends a chunked
 body to an HTTP/1.0 client.
 
 Refusals keep the order of a connection: earlier requests get their responses first, and then the
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from weft.serving.api.middleware.tracing import Tracer
 
 MAX_HEAD = 64 * 1024  # bytes in the URL and the headers
-MAX_URL = 8 * 1024  # bytes; as in nginx, and no route needs a tenth of it
+MAX_URL = 8 * 1024  # bytes, as in nginx; no route needs a tenth
 MAX_WAITING = 4096  # connections without a complete request, each with at most MAX_HEAD in memory
 ARRIVAL_TIMEOUT = 60.0  # seconds for a whole request to arrive
 ARRIVAL_BYTES = 1024 * 1024  # a body that brings this many bytes in time gets as long again
@@ -58,15 +58,15 @@ MAX_UNANSWERED = 8  # requests on one connection, including the current one
 _KEEP_ALIVE = 75  # seconds; longer than in load balancers, so that they close the connection
 _BACKLOG = 2048
 _LAST_RESPONSES = 5  # seconds for clients to read complete responses at shutdown
-_MAX_FILES = 65536  # file descriptors that this process asks for
+_MAX_FILES = 65536  # file descriptors for this process
 
 
 class Waiting:
-    """The connections that wait for a complete request, with a maximum number.
+    """The connections without a complete request, up to a maximum number.
 
-    A connection beyond it closes the one that has waited longest. So clients that connect and send
-    nothing, or only a part of a request, keep nobody out. Connections with a complete request are
-    not counted: the queue of requests is bounded.
+    One more connection closes the longest-waiting one. So clients with no request, or an incomplete
+    request, keep nobody out. Connections with a complete request are not counted: the queue of
+    requests is bounded.
 
     Args:
         most: maximum number of connections.
@@ -104,7 +104,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     url = b""  # until a request has begun
-    _fault = 400, "this is not an HTTP/1.1 request"  # what the parser is about to stop for
+    _fault = 400, "this is not an HTTP/1.1 request"  # why the parser stops
     _head_bytes = 0
     _new_bytes = 0  # since the arrival timer started
     _arrival: asyncio.TimerHandle | None = None
@@ -167,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self._unanswered) == MAX_UNANSWERED:
-            self._stop(400, "too many requests ahead")  # which the client does not see
+            self._stop(400, "too many requests ahead")  # the client does not see it
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 1  # it arrived with the end of the last request
         self._await_arrival()
@@ -221,7 +221,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _stop(self, status: int, message: str) -> NoReturn:
-        """End the parser, which then calls `send_400_response`."""
+        """End the parser; it then calls `send_400_response`."""
         self._fault = status, message
         raise BufferError(message)
 
@@ -283,9 +283,9 @@ _LARGE_HEAD = 431, f"the request's head is too large; the maximum is {MAX_HEAD} 
 
 
 def _unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Wrap the application for an HTTP/1.0 client, which does not know chunked bodies.
+    """Wrap the application for an HTTP/1.0 client without support for chunked bodies.
 
-    A body of unknown length ends with the connection (RFC 9112, sections 6.1 and 6.3).
+    A body with unknown length ends with the connection (RFC 9112, sections 6.1 and 6.3).
     """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
@@ -307,7 +307,7 @@ def _unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
 
 
 def _raise_file_limit() -> int:
-    """Raise the limit of file descriptors, which is often 1024, as far as allowed; return it."""
+    """Raise the limit for file descriptors (often 1024) as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,8 +1,8 @@
-"""Counts what a JSON text contains, before anything is built from it.
+"""Counts the values in a JSON text, before Python builds anything from it.
 
-Reading a body takes about as long, and as much memory, as it has values. A body of a few megabytes
-may have millions of them. The count needs neither much time nor memory. Escapes in texts and long
-numbers also take much time, for their length.
+The time and the memory to read a body grow with the number of its values. A few megabytes may
+contain millions of values. Counting takes little time and memory. Escapes in texts and long numbers
+also take much time for their length.
 
 The limits keep the reader below about 50 ms: no other thread runs meanwhile.
 """
@@ -17,12 +17,12 @@ _CHUNK = 1 << 16  # bytes; other threads run between two chunks
 
 
 class Counts(NamedTuple):
-    """Numbers of values in a JSON text.
+    """Counts for a JSON text.
 
     Attributes:
         containers: objects and lists.
-        texts: strings, with the names of fields.
-        values: all values; names of fields do not count.
+        texts: strings, including field names.
+        values: all values; field names do not count.
         escapes: such as \\n and \\u00e9 in texts.
     """
 
@@ -41,7 +41,7 @@ _DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in 
 
 
 def count(data: bytes) -> Counts:
-    """Count the values in a JSON text. Of an invalid text, it counts what is before the fault.
+    """Count the values in a JSON text; in an invalid text, only up to the fault.
 
     Raises:
         RequestError: the text has more than `LIMITS` allows, or a number is too long.
@@ -66,7 +66,7 @@ def count(data: bytes) -> Counts:
         opened = outside.count(b"[") + outside.count(b"{")
         found = Counts(
             found.containers + opened,
-            found.texts + (quotes + 1 - inside) // 2,  # strings that begin here
+            found.texts + (quotes + 1 - inside) // 2,  # strings with their beginning here
             found.values + opened + outside.count(b","),
             found.escapes + escapes,
         )

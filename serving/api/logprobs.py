@@ -26,11 +26,11 @@ MAX_SCORES = 1 << 19
 
 
 def check_scores(tokens: int, top: int, param: str) -> None:
-    """Refuse log probabilities of prompts that would take too much time and memory.
+    """Refuse prompt log probabilities if they would take too much time and memory.
 
     Args:
         tokens: number of prompt tokens, for each answer.
-        top: number of most likely tokens, besides the prompt's own.
+        top: number of likeliest tokens, besides the prompt's own.
         param: the request's field, for the error.
 
     Raises:
@@ -69,12 +69,12 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Cha
 def prompt_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], top: int
 ) -> PromptLogprobs:
-    """Write the log probabilities of a prompt in vLLM's form.
+    """Write a prompt's log probabilities in vLLM's form.
 
     Args:
         tokenizer: names the tokens.
         logprobs: one for each prompt token from the second on.
-        top: number of most likely tokens; the prompt's own token comes first.
+        top: number of likeliest tokens; the prompt's own token comes first.
     """
 
     def named(entry: TokenLogprob) -> dict[str, PromptLogprob]:
@@ -93,7 +93,7 @@ class TextLogprobs:
 
     Args:
         tokenizer: names the tokens.
-        top: number of most likely tokens.
+        top: number of likeliest tokens.
         skip_special_tokens: special tokens are not in the text.
     """
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids: fields of a request that change them, with vLLM's names."""
+"""Prompts as token ids, changed by request fields with vLLM's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptOptions:
     cache_salt: str = ""
 
     def longest(self, engine: AsyncEngine) -> int:
-        """Return a number of tokens; a text with far more is refused."""
+        """Return a limit in tokens; `encode` refuses texts far above it."""
         context = engine.info.max_model_len
         return context if self.truncate is None else context * LONGEST
 
@@ -53,7 +53,7 @@ class PromptOptions:
             special: the route's default for `add_special_tokens`.
 
         Raises:
-            RequestError: the text is far too long, it contains half of a surrogate pair, or
+            RequestError: the text is far too long, it contains half a surrogate pair, or
                 `max_tokens` leaves no room for it.
         """
         context, tokenizer = engine.info.max_model_len, engine.tokenizer
@@ -62,7 +62,7 @@ class PromptOptions:
             special = special if self.add_special_tokens is None else self.add_special_tokens
             ids = tokenizer.encode(prompt, add_special_tokens=special, most=self.longest(engine))
             if special and self.truncate is not None:
-                beginning = tokenizer.encode("")  # such as a bos_token, which is kept
+                beginning = tokenizer.encode("")  # such as a bos_token; it stays
         else:
             ids = prompt
         if self.truncate is None:

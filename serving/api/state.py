@@ -50,7 +50,7 @@ class ServerState:
         vllm_metrics: repeat metrics under vLLM's names.
         created: seconds since 1970 at the server's start.
         state_dir: folder for files and batches; None for a temporary folder.
-        response_memory: a setting of `ServerConfig`.
+        response_memory: a setting in `ServerConfig`.
         open_paths: paths that need no API key; None if the server has no keys.
         body_room: memory for large bodies.
         metrics: counters and latencies.
@@ -129,7 +129,7 @@ class ServerState:
         """Return the engine for a request.
 
         Args:
-            model: the model that the request names, if it names one.
+            model: the model's name in the request, if there is one.
 
         Raises:
             RequestError: the server has another model (404).
@@ -151,7 +151,7 @@ class ServerState:
         if not heavy.get():
             return await asyncio.to_thread(work, *arguments)
         async with self._turns:
-            gc.disable()  # a collection walks over all objects of the body, and all threads wait
+            gc.disable()  # a collection walks over the body's objects, and all threads wait
             try:
                 return await asyncio.to_thread(work, *arguments)
             finally:

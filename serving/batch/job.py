@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from weft.serving.engine.engine import AsyncEngine
 
 MAX_TRIES = 2  # engine failures with a row before the row gets an error
-ALIKE = 100  # first rows; a common error of all ends the run
+ALIKE = 100  # first rows; if all have the same error, the run ends
 _LOOKUP = 4096  # rows per query of the journal
 _READ_AHEAD = 256, 1 << 20  # maximum rows, and bytes of lines, to read at once
 
@@ -52,8 +52,8 @@ class EngineEnded(EngineError):  # noqa: N818  # the server reports the error
     """Raised when the engine has ended for good and did not have the row."""
 
 
-class RowsFailAlike(WeftError):  # noqa: N818  # names what happened
-    """Raised when the first rows of a batch all failed with the same error."""
+class RowsFailAlike(WeftError):  # noqa: N818  # names the event
+    """Raised when a batch's first rows all failed with the same error."""
 
 
 Post = Callable[[str, bytes, int, Callable[[], None]], Coroutine[Any, Any, tuple[int, bytes]]]
@@ -260,7 +260,7 @@ class Job:
 
 
 def _refuse(status: int, row: Row) -> tuple[int, bytes, dict[str, Any]]:
-    """Return the outcome of a row with a problem, as `Job._answer` does."""
+    """Return a faulty row's outcome, as `Job._answer` does."""
     error = _Error(row.problem or "", row.code)
     return status, msgspec.json.encode({"error": error}), error_line(row)
 
@@ -317,7 +317,7 @@ class _Error(msgspec.Struct):
 
 
 class _Outcome(msgspec.Struct):
-    """The part of a response with its token counts or its error."""
+    """A response's token counts or its error."""
 
     usage: _Usage = msgspec.field(default_factory=_Usage)
     error: _Error | None = None

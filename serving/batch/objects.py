@@ -42,7 +42,7 @@ class ExpiresAfter(Struct):
 
 
 class FileObject(Struct):
-    """An uploaded file, or the output of a batch; `expires_at` in seconds since 1970."""
+    """An uploaded file, or a batch's output; `expires_at` in seconds since 1970."""
 
     id: str
     bytes: int

@@ -59,7 +59,7 @@ CREATE TABLE batch (
   status TEXT NOT NULL, body BLOB NOT NULL
 );
 """
-# Nobody but the server itself finds a file that has expired; see `remove_expired`.
+# Only the server itself finds expired files; see `remove_expired`.
 _EXPIRY = "json_extract(CAST(body AS TEXT), '$.expires_at')"
 _LASTS = f"(? IS NULL OR {_EXPIRY} IS NULL OR {_EXPIRY} > ?)"
 _OWNED = "(? IS NULL OR owner = ?)"
@@ -184,7 +184,7 @@ class Store:
         path.unlink(missing_ok=True)  # after a crash, `_sweep` does it
 
     def remove_expired(self) -> None:
-        """Delete the files that have expired, unless a batch still reads them."""
+        """Delete the expired files, unless a batch still reads them."""
         for (id,) in self._db.all(f"SELECT id FROM file WHERE {_EXPIRY} <= ?", now()):
             with suppress(RequestError):
                 self.delete_file(id, ANYONE)
@@ -231,7 +231,7 @@ class Store:
         newest_first: bool = True,
         kind: str = "",
     ) -> list[BatchObject]:
-        """Return a page of the batches whose ids begin with `kind`; else the same as `files`."""
+        """Return a page of batches with ids that begin with `kind`; else the same as `files`."""
         order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
         rows = self._db.all(
             f"SELECT body FROM batch WHERE owner = ? AND (? IS NULL OR number {beyond} ?) "

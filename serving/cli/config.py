@@ -49,7 +49,7 @@ def config(settings: Settings, as_json: bool) -> int:
 
 
 def _sampling_defaults(engine: EngineConfig) -> tuple[dict[str, Any] | None, str]:
-    """Return value and source of each, or None and why they are unknown."""
+    """Return each default's value and source, or None and the reason."""
     from weft.serving.engine.generation_config import load_generation_config
     from weft.serving.executor.fetch import is_here
 

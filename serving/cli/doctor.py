@@ -333,7 +333,7 @@ def _sockets() -> Finding:
 
 
 def _zeromq(engine: EngineConfig) -> Finding:
-    """Check that libzmq can encrypt messages between nodes."""
+    """Check libzmq's encryption for messages between nodes."""
     import zmq
 
     from weft.serving.executor.nodes.curve import check_curve
@@ -410,11 +410,11 @@ def _port(host: str, port: int) -> Finding:
 
 
 def _running_weft(host: str, port: int) -> str | None:
-    """Return the engine's status of the weft server at an address; None if there is none."""
+    """Return the engine status from a weft server at an address; None if there is none."""
     from weft.serving.api.openai.replies import Health
 
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    unverified = ssl._create_unverified_context()  # the question is only who is there
+    unverified = ssl._create_unverified_context()  # this only asks for the server's status
     for connection in (
         HTTPConnection(host, port, timeout=ANSWER_SECONDS),
         HTTPSConnection(host, port, timeout=ANSWER_SECONDS, context=unverified),

@@ -1,4 +1,4 @@
-"""A server's values for settings without a value of their own: `auto`, or not set.
+"""A server's effective values for settings with `auto` or no value.
 
 They depend on the checkpoint and on this machine, and are found as `weft serve` finds them. A
 setting stays as it is if the model is not here, or if other machines decide, too.
@@ -19,7 +19,7 @@ def in_force(settings: Settings, config: EngineConfig) -> Settings:
 
     Args:
         settings: all settings.
-        config: the engine's part of them.
+        config: the engine's settings.
     """
     found = Settings(settings)
     for name, (value, why) in _decided(config).items():
@@ -80,7 +80,7 @@ def _decided(config: EngineConfig) -> dict[str, tuple[Any, str]]:
 
 
 def _threads(ranks: int) -> int:
-    """Return the threads of each rank."""
+    """Return each rank's threads."""
     import torch
 
     if ranks == 1:

@@ -40,7 +40,7 @@ def run(config: EngineConfig, server: str, *, once: bool) -> int:
     """Lend this node to a server until a signal comes.
 
     Args:
-        config: node_address, node_ranks and the token of this node.
+        config: this node's node_address, node_ranks and token.
         server: HOST:PORT where the server listens for nodes.
         once: return when the server has ended.
 

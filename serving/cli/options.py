@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 Command = Callable[..., int]
 
 NO_TOPIC = "Options"
-SIMILAR = 0.8  # of two flags, from 0 to 1; a suggestion is at least as similar
-SIMILAR_WORDS = 0.6  # of each word in them
+SIMILAR = 0.8  # for two flags, from 0 to 1; a suggestion is at least as similar
+SIMILAR_WORDS = 0.6  # for each word in them
 TOPIC_OF = {name: topic for topic, names in TOPICS.items() for name in names}
 _ORDER = {name: place for place, name in enumerate(TOPIC_OF)}
 
 
 class TopicOption(click.Option):
-    """A flag with a topic for the help, and with other names that the help does not show."""
+    """A flag with a topic for the help, and with hidden other names."""
 
     def __init__(
         self, param_decls: Sequence[str], *, topic: str, aliases: Sequence[str] = (), **kwargs: Any
@@ -65,7 +65,7 @@ class TopicCommand(click.Command):
     """A command whose help lists its flags by topic."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse flags; an unknown one gets advice, or a suggestion that is very similar."""
+        """Parse flags; an unknown one gets advice, or a very similar suggestion."""
         if any(isinstance(param, TopicOption) for param in self.params):
             args = [arg for arg in args if arg not in vllm_names.NO_OPS]
         typed = list(args)  # the parser empties the other list
@@ -91,13 +91,13 @@ class TopicCommand(click.Command):
 
 
 def _whole(flag: str, typed: Sequence[str]) -> str:
-    """Return the flag as it was typed: of an unknown -dcp, click names only -d."""
+    """Return the flag as it was typed: for an unknown -dcp, click names only -d."""
     whole = [each.partition("=")[0] for each in typed if each.startswith(flag)]
     return flag if flag.startswith("--") or not whole else whole[0]
 
 
 def _typed_for(flag: str, known: Sequence[str]) -> list[str]:
-    """Return the known flag that an unknown one was probably typed for, if there is one.
+    """Return the probable known flag for an unknown one, if there is one.
 
     They differ within words: `--cuda-graph-sizes` is not meant to be `--cuda-graphs`.
     """
@@ -129,7 +129,7 @@ def takes(
 
     Args:
         configs: dataclasses with the settings.
-        model: the model is an argument of the command, besides the flag --model.
+        model: the command takes the model as an argument, besides the flag --model.
         only: names of usable settings; None for all.
     """
     taken = sorted(

@@ -14,8 +14,8 @@ from weft.serving.config.sources import Settings
 def serve(settings: Settings) -> int:
     """Serve MODEL over HTTP, with OpenAI's API.
 
-    MODEL is OWNER/NAME on the Hugging Face hub, or a directory. A model that is not in the hub's
-    cache is downloaded first.
+    MODEL is OWNER/NAME on the Hugging Face hub, or a directory. If the model is not in the hub's
+    cache, the server downloads it first.
 
     \b
     weft serve

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, else log lines.
+"""Progress on stderr: a bar on a terminal, else log lines.
 
 On a terminal, rich draws a bar with the count, the rate and the remaining time. Otherwise a plain
 line appears every ten seconds. Nothing is written to stdout.
@@ -79,7 +79,9 @@ class Progress:
 
 
 class ByteProgress:
-    """Progress of a transfer in bytes. Use it in a `with` statement; it appears with the first one.
+    """Progress display for a transfer in bytes, for a `with` statement.
+
+    It appears at the first call to `set`.
 
     Args:
         title: name of the work.
@@ -100,7 +102,7 @@ class ByteProgress:
             self._bar.stop()
 
     def set(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are here."""
+        """Show that `done` of `total` bytes have arrived."""
         if self._first is None:
             self._first = done
             self._started = self._last_line = time.monotonic()

@@ -437,12 +437,12 @@ class ServerConfig:
 
     @property
     def origins(self) -> frozenset[str]:
-        """The entries of `cors_origins`."""
+        """The entries in `cors_origins`."""
         return _entries(self.cors_origins)
 
     @property
     def host_names(self) -> frozenset[str]:
-        """The entries of `allowed_hosts`, in lower case."""
+        """The entries in `allowed_hosts`, in lower case."""
         return frozenset(name.lower() for name in _entries(self.allowed_hosts))
 
 

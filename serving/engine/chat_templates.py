@@ -1,9 +1,9 @@
-"""Chat templates: conversations as text, and the template arguments that control thinking.
+"""Chat templates: conversations as text, and the template arguments for thinking.
 
 A checkpoint's template is a Jinja program. transformers' sandbox runs it, so a hostile template
-stays away from Python. Templates differ in how they switch a model's thought on and off. Qwen3 and
-GLM read `enable_thinking`; DeepSeek, Granite and Kimi read `thinking`; gpt-oss and Mistral read
-`reasoning_effort`. `Thinking` is one form for all of them.
+stays away from Python. Templates have different switches for a model's thinking. Qwen3 and GLM read
+`enable_thinking`; DeepSeek, Granite and Kimi read `thinking`; gpt-oss and Mistral read
+`reasoning_effort`. `Thinking` is the common form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _USUAL_EFFORTS = ("low", "medium", "high")
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 
-# Arguments that the API or transformers sets. A special token is one, too.
+# Arguments from the API or transformers. Special tokens are reserved, too.
 _RESERVED = frozenset(
     {
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
@@ -49,7 +49,7 @@ _TEMPLATE_ERRORS = (
 
 @dataclass(frozen=True)
 class Thinking:
-    """The thought that a request asks for, in no template's terms.
+    """The requested thinking, independent of templates.
 
     Attributes:
         on: whether to think; None leaves it to the template.
@@ -63,7 +63,7 @@ class Thinking:
 
     @classmethod
     def of_effort(cls, effort: Effort | None, param: str = "reasoning_effort") -> Self:
-        """Return the form of an OpenAI effort: "none" is off, and the others are on."""
+        """Convert an OpenAI effort: "none" is off, and the others are on."""
         if effort is None:
             return cls(param=param)
         return cls(False, None, param) if effort == "none" else cls(True, effort, param)
@@ -75,7 +75,7 @@ UNASKED = Thinking()
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """The chat templates of one checkpoint. Safe to use from several threads.
+    """One checkpoint's chat templates. Safe to use from several threads.
 
     Attributes:
         sources: name -> Jinja source; the usual one is "default".
@@ -92,7 +92,7 @@ class ChatTemplates:
 
     @property
     def text(self) -> str:
-        """The sources of all templates, to look for the marks of a format."""
+        """All templates' sources, to look for a format's marks."""
         return "".join(self.sources.values())
 
     def render(
@@ -108,12 +108,12 @@ class ChatTemplates:
         """Convert a conversation to text.
 
         Args:
-            messages: dicts with "role", "content" and other fields that the template knows.
-            tools: functions that the model may call, in OpenAI's format.
+            messages: dicts with "role", "content" and the template's other fields.
+            tools: functions for the model, in OpenAI's format.
             add_generation_prompt: end with the opening of the assistant's turn.
             continued: end inside the last message, so that the model continues it.
             arguments: more variables for the template (`chat_template_kwargs`).
-            thinking: becomes the arguments that this template takes.
+            thinking: becomes arguments for this template.
 
         Raises:
             RequestError: there is no template, it rejects the conversation, or the arguments are
@@ -179,11 +179,11 @@ class ChatTemplates:
                 )
 
     def thinking_arguments(self, thinking: Thinking) -> dict[str, Any]:
-        """Return the arguments by which these templates take a request for a thought.
+        """Return these templates' arguments for the requested thinking.
 
-        An effort that the template does not know becomes its nearest one. A template with only a
-        switch thinks at every effort. A template without either gets no argument: the model thinks
-        as it always does.
+        An unknown effort becomes the template's nearest one. A template with only a switch thinks
+        at every effort. A template without either gets no argument: the model thinks as it always
+        does.
 
         Raises:
             RequestError: the thought cannot be switched off.
@@ -218,16 +218,16 @@ class ChatTemplates:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the templates read and do not define themselves."""
+        """The templates' undefined names: their arguments."""
         trees = [_ENVIRONMENT.parse(source) for source in self.sources.values()]
         return frozenset().union(*map(meta.find_undeclared_variables, trees))
 
     @cached_property
     def efforts(self) -> tuple[Effort, ...]:
-        """The values of `reasoning_effort` that the default template takes, rising.
+        """The default template's values for `reasoning_effort`, rising.
 
-        They are low, medium, high, and others that the template mentions. A value that makes the
-        template raise an error is left out, unless all do.
+        They are low, medium, high, and others in the template's text. Values that make the template
+        fail are left out, unless all do.
         """
         if _EFFORT not in self.variables or "default" not in self.sources:
             return ()
@@ -248,7 +248,7 @@ class ChatTemplates:
 
     @cached_property
     def takes_late_system(self) -> bool:
-        """True if the default template shows a system message that comes after others.
+        """True if the default template shows a system message after other messages.
 
         Some templates reject it, and some leave it out.
         """
@@ -274,9 +274,9 @@ class ChatTemplates:
 
         Args:
             path: the tokenizer's directory.
-            config: the content of tokenizer_config.json.
+            config: tokenizer_config.json's content.
             special_tokens: see the class.
-            file: a template that replaces the checkpoint's.
+            file: a replacement for the checkpoint's template.
             defaults: see the class.
 
         Raises:
@@ -293,9 +293,9 @@ class ChatTemplates:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the assistant's text for training."""
+    """The tag `{% generation %}`: a training mark around the assistant's text."""
 
-    tags = {"generation"}  # noqa: RUF012  a field of jinja2's own class
+    tags = {"generation"}  # noqa: RUF012  jinja2's own class has the field
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -23,10 +23,10 @@ class CheckedRequest:
 
     Attributes:
         prompt_token_ids: plain integers, at least one.
-        params: with `seed` and the settings of `SamplingDefaults` filled in, and n = 1.
+        params: with `seed` and all fields in `SamplingDefaults` filled in, and n = 1.
         pooling: how the prompt's hidden states become an embedding; None generates tokens.
-        allowed: a mask with the tokens of `params.allowed_token_ids`; empty if all are allowed.
-        banned: the sequences of tokens of `params.bad_words`.
+        allowed: `params.allowed_token_ids` as a mask; empty if all tokens are allowed.
+        banned: `params.bad_words` as token sequences.
         cache_salt: only requests with the same salt share the prefix cache.
     """
 
@@ -54,7 +54,7 @@ def check_requests(
     """Check requests for tokens against the model. Their common settings are checked once.
 
     Args:
-        prompts: the prompt of each request.
+        prompts: each request's prompt.
         params: their sampling settings; `n` is ignored.
         defaults: values for settings that are None.
         info: sizes of the model and its KV cache.
@@ -148,7 +148,7 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> list[int]:
 
 
 def _allowed(params: SamplingParams, vocab_size: int) -> bytes:
-    """Return a mask of the allowed tokens, which is smaller than a list of them."""
+    """Return the allowed tokens as a mask; it is smaller than a list."""
     from weft.serving.engine.grammar.matcher import mask_of  # not at the top: it needs NumPy
 
     if params.allowed_token_ids is None:
@@ -159,9 +159,9 @@ def _allowed(params: SamplingParams, vocab_size: int) -> bytes:
 def _banned(
     params: SamplingParams, encode: Callable[[str], list[int]], vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of the bad words, at the beginning of a text and after a space.
+    """Return the bad words' tokens, at a text's beginning and after a space.
 
-    Source: `SamplingParams.update_from_tokenizer` of vLLM.
+    Source: vLLM's `SamplingParams.update_from_tokenizer`.
     """
     banned: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
@@ -190,7 +190,7 @@ def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
 def _max_tokens(
     prompt: int, params: SamplingParams, defaults: SamplingDefaults, info: EngineInfo
 ) -> int:
-    """Return the maximum number of output tokens after a prompt of this length."""
+    """Return the maximum number of output tokens after a prompt with this length."""
     room = _room(prompt, params, info)
     if params.max_tokens is None and defaults.max_tokens is not None:
         room = min(room, max(defaults.max_tokens, params.min_tokens))

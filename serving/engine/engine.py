@@ -228,7 +228,7 @@ class AsyncEngine:
     def validate_all(
         self, prompts: Iterable[Sequence[int]], params: SamplingParams, cache_salt: str = ""
     ) -> list[CheckedRequest]:
-        """Check requests with the same settings, which are checked once; see `validate`."""
+        """Check requests with common settings; see `validate`. The settings are checked once."""
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         return check_requests(
             *(prompts, params, self.generation_config.defaults, self.info),
@@ -350,7 +350,7 @@ class AsyncEngine:
         add = Add(
             id,
             pack_prompt(request.prompt_token_ids, block_size, request.cache_salt),
-            # The core reads the other forms of these settings, which are smaller.
+            # The core reads the smaller forms of these settings.
             msgspec.structs.replace(params, grammar=None, allowed_token_ids=None, bad_words=()),
             self._end_token_ids(params),
             priority,

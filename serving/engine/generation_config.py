@@ -1,8 +1,8 @@
-"""Sampling defaults that a checkpoint brings along, in generation_config.json.
+"""A checkpoint's sampling defaults, from generation_config.json.
 
-Without that file the fields come from config.json, as in transformers. Sources: `GenerationConfig`
-of transformers, and vLLM's `--generation-config`, which reads the same fields. `do_sample` is not
-read, as in vLLM: temperature 0 is greedy.
+Without this file the fields come from config.json, as in transformers. Sources: transformers'
+`GenerationConfig`, and vLLM's `--generation-config` with the same fields. As in vLLM, `do_sample`
+is not read: temperature 0 is greedy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class GenerationConfig:
 
     Attributes:
         defaults: a value for each setting.
-        source: the file that `named` settings come from; None without a file.
-        named: settings that the file has.
+        source: the file with the `named` settings; None without a file.
+        named: the file's settings.
     """
 
     defaults: SamplingDefaults = NEUTRAL
@@ -42,7 +42,7 @@ class GenerationConfig:
     named: frozenset[str] = field(default_factory=frozenset)
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Return value and source of each setting, for people."""
+        """Return each setting's value and source, for people."""
         return {
             name: {
                 "value": getattr(self.defaults, name),
@@ -53,7 +53,7 @@ class GenerationConfig:
 
 
 def load_generation_config(config: EngineConfig) -> GenerationConfig:
-    """Read the sampling defaults that `--generation-config` names.
+    """Read the sampling defaults for a `--generation-config` value.
 
     Raises:
         ConfigError: the named file does not exist.

@@ -242,7 +242,7 @@ class _EngineCollector(Collector):
 
 
 class _VllmCollector(Collector):
-    """Repeats the metrics of a registry under vLLM's names. Buckets stay weft's."""
+    """Repeats a registry's metrics under vLLM's names. Buckets stay weft's."""
 
     def __init__(
         self, registry: CollectorRegistry, engine: Callable[[], AsyncEngine | None]
@@ -268,7 +268,7 @@ class _VllmCollector(Collector):
 
 
 def _renamed(family: Metric, name: str) -> Metric:
-    """Return a copy of a metric with another name, and with vLLM's labels."""
+    """Return a metric's copy with another name, and with vLLM's labels."""
     renamed = Metric(name, family.documentation, family.type)
     for sample in family.samples:
         labels = {_VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(config: EngineConfig) -> None:
-    """Check what can be checked without reading weights: it takes milliseconds.
+    """Check the small files, without reading weights: it takes milliseconds.
 
     Raises:
         ConfigError: `model` and `revision` do not fit together.
@@ -27,7 +27,7 @@ def check_model(config: EngineConfig) -> None:
 
 
 def warn_of_unread_fields(config: EngineConfig) -> None:
-    """Log the fields of config.json that nobody reads: one may be misspelt."""
+    """Log the unused fields in config.json: one may be misspelt."""
     file = locate(config.model, config.revision) / "config.json"
     if fields := unread_fields(read_json(file)):
         logger.warning("%s: weft does not read %s", file, ", ".join(fields))

@@ -1,7 +1,7 @@
 """Packed prompts, and their blocks' keys in the prefix cache.
 
 A key hashes the previous block's key and the block's own tokens, so it stands for the whole prefix
-up to the block's end. The first block's parent is a root key, which depends on the request's
+up to the block's end. The first block's parent is a root key, computed from the request's
 `cache_salt`. Keys are 128-bit BLAKE2b: equal keys mean equal tokens.
 
 The API process packs each prompt and computes its keys. This work would delay every running

@@ -48,8 +48,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         arrival: time.monotonic() in the API process, for the queueing time.
         grammar: key of the compiled grammar, which was sent before; empty without a grammar.
         pooling: which hidden states make the embedding; None for a request that generates tokens.
-        allowed: int32[ceil(V / 32)], a mask of the only tokens that may occur; empty for all.
-        banned: sequences of tokens that must not occur.
+        allowed: int32[ceil(V / 32)], a mask with the allowed tokens; empty for all.
+        banned: forbidden token sequences.
     """
 
     request_id: str
@@ -67,13 +67,13 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 class Compiled(msgspec.Struct, frozen=True, tag=True):
     """API process -> core: a grammar for later requests.
 
-    The core compiles it once more. In xgrammar's serialized form, the grammar of a schema with 400
+    The core compiles it once more. In xgrammar's serialized form, the grammar for a schema with 400
     properties takes 90 MB, and reading it takes longer than compiling.
 
     Attributes:
         key: the name that requests use.
-        text: the grammar as a structural tag of xgrammar.
-        size: bytes of the compiled grammar in memory.
+        text: the grammar as xgrammar's structural tag.
+        size: the compiled grammar's bytes in memory.
         slow: compiling takes long.
     """
 

@@ -121,7 +121,7 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Values for settings that a request leaves out; without arguments, those of OpenAI's API.
+    """Defaults for settings without a value in a request; without arguments, OpenAI's defaults.
 
     Attributes: as in SamplingParams.
     """
@@ -140,7 +140,7 @@ NEUTRAL = SamplingDefaults()
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling settings, with OpenAI's names and ranges where it has them.
 
-    A setting of `SamplingDefaults` that is None gets the model's default: see generation_config.py.
+    A setting in `SamplingDefaults` with None gets the model's default: see generation_config.py.
 
     Attributes:
         n: number of answers to the same prompt, 1 to 128.
@@ -151,14 +151,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             `top_k` 0 or -1 keeps all tokens.
         repetition_penalty, presence_penalty, frequency_penalty: see models/interface.py.
         logit_bias: token id -> bias in [-100, 100].
-        allowed_token_ids: the only tokens that the output may have; None allows all.
-        bad_words: texts whose tokens must not occur in the output in sequence, neither at the
-            beginning of a text nor after a space.
+        allowed_token_ids: the only allowed tokens in the output; None allows all.
+        bad_words: texts, forbidden as token sequences: as at a text's beginning, and as after a
+            space.
         seed: the same seed gives the same output, whatever else is served; None draws a seed.
         stop: strings that end the output; they are not part of it.
-        include_stop_str_in_output: the string or token that ends the output is part of its text.
+        include_stop_str_in_output: the stop string or token stays in the output's text.
         stop_token_ids: tokens that end the output, besides the model's own.
-        skip_special_tokens: leave control tokens out of the text.
+        skip_special_tokens: the text has no control tokens.
         ignore_eos: do not end at the model's own end tokens.
         logprobs: number of the most likely tokens to report with each token; None reports nothing.
         prompt_logprobs: the same for the prompt's tokens.
@@ -189,7 +189,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: Grammar | None = None
 
     def chosen(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingDefaults:
-        """Return the settings of `SamplingDefaults`, with `defaults` where they are None."""
+        """Return the settings in `SamplingDefaults`, with `defaults` where they are None."""
         values = {name: getattr(self, name) for name in SamplingDefaults.__struct_fields__}
         given = {name: value for name, value in values.items() if value is not None}
         return msgspec.structs.replace(defaults, **given)
@@ -243,7 +243,7 @@ def _within(param: str, value: float, allowed: Range, *, where: str | None = Non
 
 
 def _check_texts(param: str, texts: tuple[str, ...], most: int, empty: str) -> None:
-    """Raise RequestError for too many texts, or for a text that no output can contain."""
+    """Raise RequestError for too many texts, or for an impossible text."""
     if len(texts) > most:
         raise RequestError(f"{param} has {len(texts)} strings; at most {most}", param=param)
     for i, text in enumerate(texts):

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ThroughputLog:
-    """Logs means over the last period; call `tick` more often than that."""
+    """Logs means over the last period; call `tick` more often than once a period."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine

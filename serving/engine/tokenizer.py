@@ -4,8 +4,8 @@ The `tokenizers` library reads a checkpoint's `tokenizer.json` directly. Loading
 `transformers.AutoTokenizer` gives the same ids but imports torch (3.2 s and 240 MB against 0.5 s
 and 55 MB).
 
-A chat template yields one text, which is then encoded. So control tokens in a message's *content*
-(a user writes `<|im_end|>`) act as control tokens, as with transformers and vLLM. Filter untrusted
+A chat template yields one text for the tokenizer. So control tokens in a message's *content* (a
+user writes `<|im_end|>`) act as control tokens, as with transformers and vLLM. Filter untrusted
 text first if it must not control the model in this way.
 
 Not handled: tokenizers without a `tokenizer.json` (save them once with transformers to get one),
@@ -112,7 +112,7 @@ class Tokenizer:
             path: directory with `tokenizer.json`.
             model: the checkpoint's directory, if it is a different one. Its
                 `generation_config.json` and `config.json` name end tokens too.
-            chat_template: file with a template that replaces the checkpoint's.
+            chat_template: file with a replacement for the checkpoint's template.
             template_arguments: arguments for the template in all conversations.
 
         Raises:
@@ -306,7 +306,7 @@ def tokenizer_file(path: Path) -> Path:
     """Return a directory's tokenizer.json.
 
     Raises:
-        ModelError: there is none; the message names other forms of tokenizers.
+        ModelError: there is none; the message names other tokenizer forms.
     """
     file = path / "tokenizer.json"
     if file.is_file():

@@ -25,7 +25,7 @@ REPORT_EVERY = 0.1  # seconds between two messages
 
 
 class FetchOrders(msgspec.Struct, frozen=True):
-    """Parent -> child: what to fetch, and whether the weights are needed."""
+    """Parent -> child: the model to fetch, and whether the weights are needed."""
 
     config: EngineConfig
     model: str
@@ -34,14 +34,14 @@ class FetchOrders(msgspec.Struct, frozen=True):
 
 
 class Transferred(msgspec.Struct, frozen=True, tag=True):
-    """Child -> parent: bytes that are here, and all bytes."""
+    """Child -> parent: received bytes, and all bytes."""
 
     done: int
     total: int
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """Child -> parent: the model is here; `revision` is the commit of a hub id."""
+    """Child -> parent: the model is here; `revision` is a hub id's commit."""
 
     revision: str | None
 
@@ -66,7 +66,7 @@ async def fetch(config: EngineConfig, *, weights: bool = True) -> EngineConfig:
         weights: fetch the weights, too; otherwise only the small files.
 
     Returns:
-        The settings with the id and the commit of a model on the hub, so that every process loads
+        The settings with a hub model's id and commit, so that every process loads
         the same files.
 
     Raises:
@@ -82,7 +82,7 @@ async def fetch(config: EngineConfig, *, weights: bool = True) -> EngineConfig:
 
 
 def _missing(config: EngineConfig, weights: bool) -> list[tuple[str, str | None, bool]]:
-    """Return name, revision and whether the weights are needed, of all that is to be fetched."""
+    """Return name, revision and the need for weights, for each missing model or tokenizer."""
     wanted: list[tuple[str, str | None, bool]] = [(config.model, config.revision, weights)]
     if config.tokenizer is not None:
         wanted.append((config.tokenizer, None, False))
@@ -150,7 +150,7 @@ def main() -> None:
         message = Failed.of(error)
     messages.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.flush()
-    os._exit(0)  # other files of a failed download may still be on their way
+    os._exit(0)  # a failed download's other files may still be on their way
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Node(Protocol):
 
     @property
     def channels(self) -> Sequence[Channel]:
-        """Sockets that become readable when there is something to receive."""
+        """Sockets; one becomes readable when there is a message."""
 
     def receive(self, channel: Any) -> tuple[int, FromRank | None] | None:
         """Receive from a channel: a rank's number, and its message or None if it has ended.

@@ -112,7 +112,7 @@ class RankExecutor:
         self._progress, self._idle_checks = -1, 0
         self._nodes: list[Node] = []
         self._poller = zmq.Poller()
-        # By what the poller returns: a ZeroMQ socket, or the descriptor of another socket.
+        # By the poller's result: a ZeroMQ socket, or another socket's descriptor.
         self._channels: dict[Channel | int, tuple[Node, Channel]] = {}
         try:
             for node in nodes:

@@ -1,4 +1,4 @@
-"""benchmarks/hostile.py: its bodies are what their names say, and a short run on a real server."""
+"""benchmarks/hostile.py: its bodies match their names, and a short run works on a real server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_body_is_json_of_the_size_that_is_asked_for(body: Body) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_bodies_of_a_few_elements_are_read(name: str) -> None:
-    """The server counts the values of the others, and refuses them at once; texts are one value."""
+    """The server counts the other bodies' values, and refuses them at once; a text is one value."""
     data = KINDS[name].body(8 * KIB * KIB, "m")
     if name.endswith(", few") or (name.startswith("text") and name != "text of escapes"):
         count(data)
@@ -53,7 +53,7 @@ def test_a_row_shows_the_median_and_the_worst() -> None:
 
 
 async def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it measures means nothing on a machine with other work."""
+    """The figures mean nothing on a machine with other work."""
     monkeypatch.setattr("hostile.hard_schema", lambda model, i: easy_schema(model, "hard", f"{i}"))
     model = make_checkpoint(tmp_path / "tiny", "llama")
     arguments = [str(model), "--threads=1", "--kv-cache-memory=4M"]

@@ -235,13 +235,13 @@ def test_a_type_of_accelerator_is_like_another_but_for_its_fields() -> None:
         "memory": "96Gi",
     }
     assert [each["key"] for each in new["tolerations"]] == ["example.com/new"]
-    # A field replaces all of the other type's field.
+    # A field replaces the other type's whole field.
     new = pod({"type": "new", "types": {"new": {"like": "h100", "nodes": labels}}})
     assert new["nodeSelector"] == labels["gke"]
     pools = {"gke": {"cloud.google.com/gke-nodepool": "mine"}}
     new = pod({"type": "new", "types": {"new": {"like": "h100", "nodes": pools}}})
     assert new["nodeSelector"] == pools["gke"]
-    # A type of the chart can be changed, too; the default is any NVIDIA GPU.
+    # The chart's own types can be changed, too; the default is any NVIDIA GPU.
     assert pod({"type": "h100", "types": {"h100": {"like": "h100", "cpu": 3}}})["nodeSelector"]
     (container,) = pod({"type": "new", "types": {"new": {}}})["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}

@@ -233,7 +233,7 @@ def test_settings_are_checked_as_everywhere(checkpoint: Path) -> None:
 
 
 def test_allowed_tokens_and_bad_words(llm: LLM) -> None:
-    """Of a random model, whose output without them has other tokens and these words."""
+    """Without these settings, the random model's output has other tokens and these words."""
     (free,) = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=24))
     allowed = tuple(sorted(set(free.token_ids)))[::2]
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=24, allowed_token_ids=allowed)

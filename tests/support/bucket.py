@@ -1,4 +1,4 @@
-"""Object storage over HTTP, with the requests of S3 that reading a bucket needs.
+"""Object storage over HTTP, with S3's requests for reading a bucket.
 
     with Storage() as storage:
         storage.objects["models/tiny/config.json"] = b"{}"
@@ -31,7 +31,7 @@ _FOLDER = "<CommonPrefixes><Prefix>{prefix}</Prefix></CommonPrefixes>"
 
 @dataclass
 class Storage:
-    """A server on a port of its own, from `with` to its end.
+    """A server on its own port, from `with` to its end.
 
     Attributes:
         url: its address.
@@ -59,7 +59,7 @@ class Storage:
         self._server.server_close()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which s3fs uses this server."""
+        """Return the environment variables to point s3fs to this server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "key",
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
         self._send(206, content[begin:end], headers)
 
-    do_HEAD = do_GET  # noqa: N815  # the name that http.server looks for
+    do_HEAD = do_GET  # noqa: N815  # http.server's name for it
 
     def log_message(self, *_: object) -> None:
         pass

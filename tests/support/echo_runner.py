@@ -1,7 +1,7 @@
-"""A model whose answers a test writes: it says what stands between two marks of the prompt.
+"""A model with a test's answers: it repeats the text between two marks in the prompt.
 
-It is the mock runner with another next token. The chat template writes the marks. `write_echo`
-puts the last message between them, and `write_script` a line of a script.
+It is the mock runner with another next token. The chat template writes the marks. `write_echo` puts
+the last message between them, and `write_script` a line from a script.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _SCRIPT = """{# <tool_call> #}
 
 
 def write_echo(path: Path, *, marks: str = "", opening: str = "") -> Path:
-    """Write the checkpoint of a model that says what the last message says.
+    """Write the checkpoint of a model that repeats the last message.
 
-    It is a tokenizer. Marks of reasoning are single tokens.
+    It is a tokenizer. Reasoning marks are single tokens.
 
     Args:
-        path: of the directory.
+        path: the directory.
         marks: what the template mentions, such as "<tool_call>".
         opening: how the assistant's turn begins in the prompt.
     """
@@ -56,11 +56,11 @@ def write_echo(path: Path, *, marks: str = "", opening: str = "") -> Path:
 
 
 def write_script(path: Path, script: Sequence[tuple[str, str]]) -> Path:
-    """Write the checkpoint of a model that answers from a script, after a thought.
+    """Write a checkpoint for a model with scripted answers, each after a thought.
 
     Args:
-        path: of the directory.
-        script: pairs of a cue and an answer. The first cue in the last message counts.
+        path: the directory.
+        script: pairs with a cue and an answer. The first cue in the last message counts.
     """
     values = {"script": script, "start": START, "end": END, "thought": THOUGHT}
     head = (f"{{% set {name} = {json.dumps(value)} %}}" for name, value in values.items())

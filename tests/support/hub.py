@@ -1,10 +1,10 @@
-"""A hub over HTTP, with the routes of Hugging Face's that a download uses, and its faults.
+"""A hub over HTTP, with Hugging Face's routes for downloads, and its faults.
 
     with Hub() as hub:
         hub.add("owner/name", folder)
         environment = hub.environment(cache)
 
-Sources: huggingface_hub's `HfApi.model_info` and `hf_hub_download`, and what the public hub sends.
+Sources: huggingface_hub's `HfApi.model_info` and `hf_hub_download`, and the public hub's replies.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FAR = 4_000_000_000
 
 @dataclass
 class Repository:
-    """A model of the hub.
+    """A model on the hub.
 
     Attributes:
         files: name -> content.
         commit: its only commit.
-        token: a token that is needed to see it; None for a public one.
-        gated: the status for its files, which need consent; 0 for none.
+        token: the token to see it; None for a public model.
+        gated: the status for its files without consent; 0 if they need none.
         forbidden: no token may see it.
         xet: file -> its name in Xet storage; such files do not come over HTTP.
-        cas: address of the Xet storage.
+        cas: the Xet storage's address.
     """
 
     files: dict[str, bytes]
@@ -64,17 +64,17 @@ class Repository:
 
 @dataclass
 class Hub:
-    """A server on a port of its own, from `with` to its end.
+    """A server on its own port, from `with` to its end.
 
     Attributes:
         url: its address.
         models: id -> repository.
-        requests: number of requests, by method and path.
-        sent: bytes of content that were sent, by file.
+        requests: request counts, by method and path.
+        sent: sent content bytes, by file.
         cuts: file -> how many answers end in the middle, with the connection.
-        wrong: files that arrive with one byte changed.
-        short: files that arrive without their last byte.
-        held: files whose answers stop after half of their bytes, until `gate` is set.
+        wrong: files to send with one changed byte.
+        short: files to send without their last byte.
+        held: files to stop after half their bytes, until `gate` is set.
         waiting: set when such an answer has stopped.
     """
 
@@ -108,7 +108,7 @@ class Hub:
         self._server.server_close()
 
     def add(self, name: str, folder: Path, **options: Any) -> Repository:
-        """Offer the files of a folder as a model; returns it, to be changed."""
+        """Offer a folder's files as a model; returns it, to be changed."""
         files = {
             str(path.relative_to(folder)): path.read_bytes()
             for path in sorted(folder.rglob("*"))
@@ -119,7 +119,7 @@ class Hub:
         return self.models[name]
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """Return the variables with which huggingface_hub uses this hub and a cache of its own."""
+        """Return the environment variables for huggingface_hub: this hub, and a separate cache."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),

@@ -89,7 +89,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def listening(config: EngineConfig) -> Iterator[JoinListener]:
-    """Listen at a free port for nodes with the token of the tests; end all connections after it."""
+    """Listen at a free port for nodes with the tests' token; end all connections after it."""
     context: Context = zmq.Context()
     try:
         with JoinListener(context, replace(config, node_port=0, node_token=TOKEN)) as listener:
@@ -100,7 +100,7 @@ def listening(config: EngineConfig) -> Iterator[JoinListener]:
 
 @contextmanager
 def pretended(listener: JoinListener, hello: Hello) -> Iterator[tuple[JoinedNode, Link[ToAgent]]]:
-    """Join from this process; yield both ends of the connection."""
+    """Join from this process; yield the connection's two ends."""
     context: Context = zmq.Context()
     client = JoinClient(context, "127.0.0.1", derive_keys(TOKEN), hello.name)
     try:

@@ -1,4 +1,4 @@
-"""A TCP proxy that records both directions, as an eavesdropper on the network would."""
+"""A recording TCP proxy for both directions: an eavesdropper on the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Recorder:
     """Proxy for one connection to a local port.
 
     Attributes:
-        port: port of the proxy.
+        port: the proxy's port.
         sent: recorded bytes from the client.
         answered: recorded bytes to the client.
     """
@@ -35,7 +35,7 @@ class Recorder:
                 back.join()
 
     def close(self) -> None:
-        """Stop listening, and wait for the end of the connection."""
+        """Stop listening, and wait for the connection's end."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(60)

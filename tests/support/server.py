@@ -156,7 +156,7 @@ def start_server(
     """Start a server, and end it with SIGTERM if it still runs.
 
     Args:
-        model: a checkpoint's directory, or another name that `weft serve` takes.
+        model: a checkpoint's directory, or another model argument for `weft serve`.
         log: a directory for the server's stderr, and to run it in.
         loader: "module:function" that stands in for loading a model; may be in tests/.
         until: what to wait for: the process, /health (for which `port` must be set), or that

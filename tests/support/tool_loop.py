@@ -1,4 +1,4 @@
-"""A script for a model that calls two tools, for clients that answer calls in a loop."""
+"""A script for a model with calls to two tools, for clients with agent loops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FUNCTIONS: list[dict[str, Any]] = [
 
 
 def compute(name: str, arguments: str | dict[str, int]) -> str:
-    """Run a call of the script's tools; the arguments may be JSON."""
+    """Run a call to the script's tools; the arguments may be JSON."""
     given = json.loads(arguments) if isinstance(arguments, str) else arguments
     a, b = given["a"], given["b"]
     return str({"multiply": a * b, "add": a + b}[name])

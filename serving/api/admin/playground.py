@@ -4,9 +4,8 @@ Both make requests only to this server.
 
 The pages (static/) are plain HTML, CSS and JavaScript modules; the files are read once and served
 from memory. The headers allow a page only its own files and this server's API: no inline script or
-style, no other host, no frame around it. Answers are Markdown, which static/markdown.js turns into
-DOM nodes; the headers refuse any HTML text in place of nodes. static/marked.js is marked from npm
-(MIT).
+style, no other host, no frame around it. static/markdown.js turns the answers' Markdown into DOM
+nodes; the headers refuse any HTML text instead of nodes. static/marked.js is marked from npm (MIT).
 """
 
 from __future__ import annotations

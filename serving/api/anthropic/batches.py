@@ -1,7 +1,7 @@
-"""/v1/messages/batches: requests for Messages, which run beside live requests.
+"""/v1/messages/batches: Messages requests as a batch, beside live requests.
 
-A batch is the same as one of /v1/batches whose input file has the endpoint /v1/messages: the
-requests are stored as such a file. Its id begins with "msgbatch_".
+The server stores the requests in an input file for the endpoint /v1/messages. So the batch is an
+ordinary batch of /v1/batches, with an id that begins with "msgbatch_".
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ async def cancel_batch(message_batch_id: str, state: State) -> Response:
     **returns(shapes.MessageBatchDeleted, error=shapes.AnthropicError),
 )
 def delete_batch(message_batch_id: str, state: State) -> Response:
-    """Delete a batch that has ended, with its requests and results."""
+    """Delete an ended batch, with its requests and results."""
     store = state.batches.store
     _find(store, message_batch_id)
     store.delete_batch(message_batch_id, owner())
@@ -170,7 +170,7 @@ def delete_batch(message_batch_id: str, state: State) -> Response:
     **returns(None, media_type="application/x-jsonl", error=shapes.AnthropicError),
 )
 def batch_results(message_batch_id: str, state: State) -> Response:
-    """Return a result for each request of a batch that has ended, in any order."""
+    """Return a result for each request in an ended batch, in any order."""
     store = state.batches.store
     batch = _find(store, message_batch_id)
     if batch.status in LIVE:
@@ -183,7 +183,7 @@ def batch_results(message_batch_id: str, state: State) -> Response:
 
 
 def _find(store: Store, id: str, key: str | None = None) -> BatchObject:
-    """Return a batch of the request's key; RequestError 404 if it is not one of Messages."""
+    """Return a batch with the request's key; RequestError 404 if it has no Messages requests."""
     if not id.startswith(_KIND):
         raise RequestError(f"there is no batch {id!r}", param="message_batch_id", status=404)
     return store.batch(id, owner() if key is None else key)
@@ -208,7 +208,7 @@ def _shown(store: Store, batch: BatchObject) -> shapes.MessageBatch:
 
 
 def _counts(store: Store, batch: BatchObject) -> shapes.BatchCounts:
-    """Count the requests of a batch that has ended."""
+    """Count the requests in an ended batch."""
     rows = batch.request_counts
     counts = shapes.BatchCounts(succeeded=rows.completed, errored=rows.failed)
     match batch.status:
@@ -238,7 +238,7 @@ class _RowError(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """A line of a batch's output files, as serving/batch/files.py writes it."""
+    """A line in a batch's output files, as serving/batch/files.py writes it."""
 
     custom_id: str
     response: _RowResponse | None
@@ -246,13 +246,13 @@ class _Line(msgspec.Struct):
 
 
 class _Input(msgspec.Struct):
-    """The id in a line of a batch's input file."""
+    """The id in a line from a batch's input file."""
 
     custom_id: str
 
 
 def _content(store: Store, id: str | UnsetType) -> Path | None:
-    """Return the path of a file's content; None if there is no file."""
+    """Return a file's path; None if there is no file."""
     if isinstance(id, str):
         with suppress(RequestError):  # it was deleted, or has expired
             return store.content(id, owner())
@@ -270,7 +270,7 @@ def _is_expired(line: _Line) -> bool:
 
 
 def _results(store: Store, batch: BatchObject) -> Iterator[shapes.BatchResult]:
-    """Return the results in the output files, then those of requests that did not run.
+    """Return the results in the output files, then a result for each request without an output.
 
     Raises:
         RequestError: 404, an output file was deleted.

@@ -1,8 +1,8 @@
-"""Messages in Anthropic's form, and the blocks that they consist of.
+"""Messages in Anthropic's form, and their blocks.
 
-`cache_control` has no effect, because prefixes are always cached. The fields that only Anthropic
-reads are also without effect: `signature` and `data` of thoughts, `caller` of calls. This server
-writes no citations, so a block that asks for them is refused.
+`cache_control` has no effect, because prefixes are always cached. Only Anthropic reads some fields,
+so they have no effect here: `signature` and `data` in thoughts, `caller` in calls. This server
+writes no citations, so it refuses blocks with `citations` enabled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Texts = Annotated[
 
 
 class Citations(Body):
-    """The setting that makes answers cite a block; it can only be off."""
+    """The switch for citations from a block; it can only be off."""
 
     enabled: Literal[False] | None = None
 
@@ -81,7 +81,7 @@ class Content(Body):
 
 
 class DocumentBlock(Body):
-    """A document of plain text; the model sees its title, context and text."""
+    """A plain-text document; the model sees its title, context and text."""
 
     type: Literal["document"]
     source: Annotated[
@@ -99,7 +99,7 @@ class DocumentBlock(Body):
 
 
 class ToolReferenceBlock(Body):
-    """The name of a tool that a search has found. All tools are in the prompt already."""
+    """A tool's name, found by a search. All tools are in the prompt already."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -112,7 +112,7 @@ class ToolReferenceBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """A thought of an earlier answer."""
+    """A thought from an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -120,7 +120,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """An encrypted thought, which only Anthropic can read. The model does not see it."""
+    """An encrypted thought for Anthropic's eyes only. The model does not see it."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -139,7 +139,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call."""
+    """A call's result."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -169,7 +169,7 @@ class ToolResultBlock(Body):
 
     @property
     def texts(self) -> list[str]:
-        """The texts that the model sees. Chat templates have no place for `is_error`."""
+        """The texts for the model. Chat templates have no place for `is_error`."""
         texts = [block.text for block in self.content or ()]
         return ["Error:", *texts] if self.is_error else texts
 
@@ -201,21 +201,21 @@ _AssistantBlock = Annotated[
 
 
 class UserMessage(Body):
-    """A turn of the user, which also has the results of calls."""
+    """A user turn. It also has the results of calls."""
 
     role: Literal["user"]
     content: Annotated[list[_UserBlock], BeforeValidator(_as_blocks)]
 
 
 class AssistantMessage(Body):
-    """A turn of the model."""
+    """A model turn."""
 
     role: Literal["assistant"]
     content: Annotated[list[_AssistantBlock], BeforeValidator(_as_blocks)]
 
 
 class SystemMessage(Body):
-    """Instructions between turns, until the next turn of the user or for good."""
+    """Instructions between turns, until the next user turn or permanently."""
 
     role: Literal["system"]
     content: Texts

@@ -31,7 +31,7 @@ and would make the prefix cache useless."""
 def conversation(body: CountRequest, templates: ChatTemplates) -> Conversation:
     """Convert the request to OpenAI's form.
 
-    As in Anthropic's API, neighbouring messages of one role are one turn.
+    As in Anthropic's API, neighbouring messages with the same role are one turn.
     """
     messages: list[Message] = []
     for role, turn in groupby(_turns(body, templates), key=lambda turn: turn[0]):
@@ -59,9 +59,10 @@ def conversation(body: CountRequest, templates: ChatTemplates) -> Conversation:
 
 
 def _turns(body: CountRequest, templates: ChatTemplates) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield the role and the blocks of the system prompt, and of each message.
+    """Yield role and blocks for the system prompt and for each message.
 
-    Many templates take a system message only at the start. For them, a later one is the user's.
+    Many templates take a system message only at the start. For them, a later one becomes a user
+    message.
     """
     texts = [block for block in body.system or () if block.text]
     if system := [block for block in texts if not block.text.startswith(_BILLING)]:
@@ -76,7 +77,7 @@ def _turns(body: CountRequest, templates: ChatTemplates) -> Iterator[tuple[str, 
 
 
 def _user(blocks: Sequence[Any]) -> Iterator[Message]:
-    """Yield a message for each result of a call, and one for the other text."""
+    """Yield a message for each call's result, and one for the other text."""
     texts = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):

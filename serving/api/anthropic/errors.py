@@ -31,7 +31,7 @@ def is_anthropics(path: str) -> bool:
 
 
 def anthropic_error(status: int, error: Error) -> AnthropicError:
-    """Return the body for an error status. Rows of batches have no `request_id`."""
+    """Return the body for an error status. Batch rows have no `request_id`."""
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     detail = AnthropicErrorDetail(kind, error.message)
     if error.code is not None:
@@ -41,9 +41,9 @@ def anthropic_error(status: int, error: Error) -> AnthropicError:
 
 
 class AnthropicErrors:
-    """ASGI middleware that rewrites errors from OpenAI's shape; it must wrap all that send them.
+    """ASGI middleware to rewrite errors from OpenAI's shape; it must wrap every sender of errors.
 
-    It also adds the header `request-id`, which Anthropic's SDK reads.
+    It also adds the header `request-id` for Anthropic's SDK.
     """
 
     def __init__(self, app: ASGIApp) -> None:

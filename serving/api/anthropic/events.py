@@ -11,7 +11,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class OutputTokensDetails(Struct):
-    """The number of tokens in thoughts."""
+    """The token count for thoughts."""
 
     thinking_tokens: int
 
@@ -52,7 +52,7 @@ BlockOut = TextOut | ThinkingOut | ToolUseOut
 
 
 class AppliedEdits(Struct):
-    """The edits that `context_management` led to: none."""
+    """The edits for `context_management`: none."""
 
     applied_edits: list[None] = []
 
@@ -91,14 +91,14 @@ class AnthropicErrorDetail(Struct):
 
 
 class AnthropicError(Struct, tag="error"):
-    """The body of an error response, and the last event of a failed stream."""
+    """An error response's body, and a failed stream's last event."""
 
     error: AnthropicErrorDetail
     request_id: str | UnsetType | None = UNSET
 
 
 class BatchCounts(Struct):
-    """Numbers of requests. All are processing until the batch has ended."""
+    """Request counts. All requests are processing until the batch has ended."""
 
     processing: int = 0
     succeeded: int = 0
@@ -108,7 +108,7 @@ class BatchCounts(Struct):
 
 
 class MessageBatch(Struct, tag="message_batch"):
-    """A batch of Messages; `results_url` is a path on this server."""
+    """A batch with Messages requests; `results_url` is a path on this server."""
 
     id: str
     processing_status: Literal["in_progress", "canceling", "ended"]
@@ -122,7 +122,7 @@ class MessageBatch(Struct, tag="message_batch"):
 
 
 class MessageBatchList(Struct):
-    """A page of batches, newest first."""
+    """A page in the list of batches, newest first."""
 
     data: list[MessageBatch]
     has_more: bool
@@ -137,27 +137,27 @@ class MessageBatchDeleted(Struct, tag="message_batch_deleted"):
 
 
 class Succeeded(Struct, tag="succeeded"):
-    """The message that answers a request."""
+    """The answer to a request."""
 
     message: Raw
 
 
 class Errored(Struct, tag="errored"):
-    """The error that answers a request."""
+    """The error for a request."""
 
     error: AnthropicError | Raw
 
 
 class Canceled(Struct, tag="canceled"):
-    """A request that did not run before the batch was cancelled."""
+    """A cancelled request, without an answer."""
 
 
 class Expired(Struct, tag="expired"):
-    """A request that did not run in time."""
+    """An expired request, without an answer."""
 
 
 class BatchResult(Struct):
-    """A line of a batch's results."""
+    """A line in a batch's results."""
 
     custom_id: str
     result: Succeeded | Errored | Canceled | Expired
@@ -189,7 +189,7 @@ class ThinkingDelta(Struct, tag="thinking_delta"):
 
 
 class SignatureDelta(Struct, tag="signature_delta"):
-    """The signature of a thought, at its end."""
+    """A thought's signature, at its end."""
 
     signature: str
 

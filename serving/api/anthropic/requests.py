@@ -1,7 +1,6 @@
 """Requests for Anthropic's Messages; events.py has the replies.
 
-As in openai/requests.py, an unknown field is refused by its name. docs/api.md has a table of all
-fields.
+As in openai/requests.py, an unknown field is refused by its name. docs/api.md lists all fields.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class ThinkingConfig(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
-    block_binding: dict[str, Any] | None = None  # for checks of signatures
+    block_binding: dict[str, Any] | None = None  # for signature checks
 
     model_config = by_type({"enabled": ("budget_tokens",), "disabled": (), "adaptive": ()})
 
@@ -43,7 +42,7 @@ class ThinkingConfig(Body):
 
 
 class OutputFormat(Body):
-    """The JSON schema of the answer."""
+    """The answer's JSON schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -58,7 +57,7 @@ class OutputConfig(Body):
 
 
 class ContextEdit(Body):
-    """A change to a long conversation, which is not made."""
+    """A requested change to a long conversation. This server makes none."""
 
     type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112"]
     clear_at_least: dict[str, Any] | None = None
@@ -71,20 +70,20 @@ class ContextEdit(Body):
 
 
 class ContextManagement(Body):
-    """Changes to a long conversation, which are not made."""
+    """Requested changes to a long conversation. This server makes none."""
 
     edits: list[ContextEdit] | None = None
 
 
 class Thread(Body):
-    """A conversation that the server stores. This server stores none."""
+    """A stored conversation. This server stores none."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
 
     @model_validator(mode="after")
     def _nothing_is_stored(self) -> Self:
-        """Raise the error after which Anthropic's SDK sends the whole conversation."""
+        """Raise an error, so that Anthropic's SDK sends the whole conversation."""
         if self.type == "continue":
             raise RequestError(
                 "thread.type is 'continue'; this server stores no conversations: send all messages",
@@ -166,7 +165,7 @@ class CountRequest(Body):
 
     @property
     def asked_thinking(self) -> Thinking:
-        """The thought that the request asks for."""
+        """The requested thinking."""
         effort = None if self.output_config is None else self.output_config.effort
         if self.thinking is None:
             return Thinking(None, effort, "output_config.effort")
@@ -208,7 +207,7 @@ class MessagesRequest(CountRequest):
 
     @property
     def hides_thoughts(self) -> bool:
-        """True if thoughts are left out of the response."""
+        """True if the response leaves out thoughts."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
     def sampling_params(self) -> SamplingParams:

@@ -1,11 +1,11 @@
 """Tools in Anthropic's form: the client's own tools, and Anthropic's.
 
-A request names a tool of Anthropic's by its `type`, without a schema, because Anthropic's models
+A request names one of Anthropic's tools by its `type`, without a schema, because Anthropic's models
 know it. The client runs some of them: bash, text editors and memory. These get their documented
 schema here. Anthropic's servers run the others, so the model does not see them.
 
-Sources of the schemas: Anthropic's documents "Bash tool", "Text editor tool" and "Memory tool", and
-the classes BetaMemoryTool20250818... of its SDK. The newer editors name a text `insert_text`.
+Sources for the schemas: Anthropic's documents "Bash tool", "Text editor tool" and "Memory tool",
+and the classes BetaMemoryTool20250818... in its SDK. The newer editors name a text `insert_text`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Hint = dict[str, Any]
 
 
 class _Known(NamedTuple):
-    """A tool of Anthropic's that the client runs."""
+    """One of Anthropic's tools for the client to run."""
 
     name: str
     description: str
@@ -117,7 +117,7 @@ CLIENT_TOOLS = {
 
 
 class _OwnTool(Body):
-    """The fields of each tool that the client runs."""
+    """The fields of each tool for the client to run."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
     strict: bool | None = None
@@ -156,7 +156,7 @@ class _OwnTool(Body):
 
 
 class CustomTool(_OwnTool):
-    """A tool of the client's own. `eager_input_streaming` has no effect: all input is streamed."""
+    """The client's own tool. `eager_input_streaming` has no effect: all input is streamed."""
 
     type: Literal["custom"] | None = None
     description: str | None = None
@@ -165,12 +165,12 @@ class CustomTool(_OwnTool):
 
     @property
     def function(self) -> Function:
-        """The function that the model sees; the examples are in its description."""
+        """The function for the model; the examples are in its description."""
         return self._function(self.description, self.input_schema)
 
 
 class ClientTool(_OwnTool):
-    """A tool of Anthropic's that the client runs. The client also applies `max_characters`."""
+    """One of Anthropic's tools for the client to run. The client also applies `max_characters`."""
 
     type: str
     max_characters: int | None = None
@@ -195,7 +195,7 @@ class ClientTool(_OwnTool):
 
     @property
     def function(self) -> Function:
-        """The function that the model sees."""
+        """The function for the model."""
         known = CLIENT_TOOLS[self.type]
         return self._function(known.description, known.schema)
 
@@ -205,7 +205,7 @@ _SERVER_TOOL = f"^({'|'.join(SERVER_TOOLS)})_[a-z0-9_]{{1,64}}$"
 
 
 class ServerTool(Body):
-    """A tool that Anthropic's servers run, so the model does not see it."""
+    """A tool on Anthropic's servers, so the model does not see it."""
 
     type: str = Field(pattern=_SERVER_TOOL)
     name: str | None = None
@@ -257,7 +257,7 @@ class ToolChoice(Body):
 
 
 def functions(tools: Sequence[CustomTool | ClientTool | ServerTool]) -> list[Function]:
-    """Return the functions that the model sees, and log which kinds of tools are left out."""
+    """Return the functions for the model, and log the left-out kinds of tools."""
     shown = []
     for tool in tools:
         if isinstance(tool, ServerTool):
@@ -268,7 +268,7 @@ def functions(tools: Sequence[CustomTool | ClientTool | ServerTool]) -> list[Fun
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[CustomTool | ClientTool | ServerTool]) -> None:
-    """Raise RequestError if only tools that are left out could fulfil the choice."""
+    """Raise RequestError if only left-out tools could fulfil the choice."""
     left_out = [tool for tool in tools if isinstance(tool, ServerTool)]
     for tool in left_out:
         if choice.name is not None and choice.name == tool.name:

@@ -1,4 +1,4 @@
-"""Middleware that refuses bodies of the wrong size, type or encoding before they are read."""
+"""Middleware to refuse bodies with a wrong size, type or encoding before they are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _JSON = "application/json"
 
 
 class BodyLimits:
-    """ASGI middleware: 413 for a body that is too large, 415 for a wrong type or encoding.
+    """ASGI middleware: 413 for a too large body, 415 for a wrong type or encoding.
 
     Bodies are JSON of up to `MAX_BODY`, and for /v1/files a form of up to `MAX_UPLOAD`.
     """

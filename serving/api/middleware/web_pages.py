@@ -1,10 +1,9 @@
-"""Middleware that refuses requests of foreign web pages.
+"""Middleware to refuse requests from foreign web pages.
 
-A browser lets any page send requests to this server, also to one that listens only on this machine.
-The page cannot read the responses without CORS, but a form can upload files. So a request that
-changes something (any method but GET, HEAD and OPTIONS) must not come from a foreign page. Browsers
-name the page in `Origin`, and its relation to this server in `Sec-Fetch-Site`; no script can change
-them.
+A browser lets any page send requests to this server, even if it listens only on this machine.
+The page cannot read the responses without CORS, but a form can upload files. So a write (any method
+but GET, HEAD and OPTIONS) must not come from a foreign page. Browsers name the page in `Origin`,
+and its relation to this server in `Sec-Fetch-Site`; no script can change them.
 
 A page can also let its own host name point to 127.0.0.1 (DNS rebinding). For the browser, page and
 server are then the same site, and the page reads everything. Only `Host` shows it. A server on
@@ -27,11 +26,11 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class PageGuard:
-    """ASGI middleware: 403 for writes of foreign pages, and for foreign names of this server.
+    """ASGI middleware: 403 for writes from foreign pages, and for foreign host names.
 
     Args:
         app: the next application.
-        config: has the origins and host names that are allowed, and tells where the server listens.
+        config: has the allowed origins and host names, and the server's own address.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -54,7 +53,7 @@ class PageGuard:
     def _foreign_host(self, headers: Headers) -> str | None:
         """Return the error for a foreign `Host`."""
         host = headers.get("host", "")
-        if self._hosts is None or not host:  # HTTP/1.0, which browsers do not use
+        if self._hosts is None or not host:  # HTTP/1.0; browsers do not use it
             return None
         name = _host_name(host)
         if _is_address(name) or name in self._hosts or name.endswith(".localhost"):
@@ -65,7 +64,7 @@ class PageGuard:
         )
 
     def _foreign_page(self, headers: Headers) -> str | None:
-        """Return the error for a request that a foreign page sends."""
+        """Return the error for a request from a foreign page."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if "*" in self._origins or origin in self._origins or site == "same-origin":
             return None
@@ -83,7 +82,7 @@ class PageGuard:
 
 
 def _checked_hosts(config: ServerConfig) -> frozenset[str] | None:
-    """Return the names that a `Host` may have; None if it may have any."""
+    """Return the allowed names in `Host`; None if it allows any."""
     named = config.host_names
     without_keys = config.api_key is None and config.api_key_file is None
     if "*" in named or not (named or (without_keys and _is_loopback(config.host))):

@@ -71,7 +71,7 @@ def _params(body: CompletionRequest, engine: AsyncEngine) -> SamplingParams:
 
 
 def _prompt_logprobs(body: CompletionRequest) -> int | None:
-    """Return the number that the engine computes: for an echo, and for prompt_logprobs."""
+    """Return the larger of `prompt_logprobs` and, for an echo, `logprobs`; None without both."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((count for count in asked if count is not None), default=None)
 

@@ -120,7 +120,7 @@ def _checked(form: dict[str, Any]) -> UploadFile:
 
 
 def _expiry(form: dict[str, Any]) -> int | None:
-    """Return the seconds after which the file is removed, if the form has them."""
+    """Return the file's lifetime in seconds, if the form has one."""
     anchor, seconds = form.get(_ANCHOR), form.get(_SECONDS)
     if anchor is None and seconds is None:
         return None
@@ -139,7 +139,7 @@ def _expiry(form: dict[str, Any]) -> int | None:
 def store_upload(
     source: BinaryIO, name: str, expiry: int | None, batches: BatchService, owner: str
 ) -> FileObject:
-    """Copy a file of requests into the store; DiskError if the disk is full."""
+    """Copy a request file into the store; DiskError if the disk is full."""
     store, id = batches.store, new_id("file-")
     path = store.upload_path(id)
     try:

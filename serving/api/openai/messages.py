@@ -49,8 +49,8 @@ def _parts(value: Any) -> Any:
 class Message(Body):
     """A turn in the conversation.
 
-    An assistant's turn may have all fields of a response's message, so you can append the message
-    unchanged. Fields that this server never writes must be empty. `parsed` is from OpenAI's SDK
+    An assistant's turn may have all fields from a response's message, so you can append the message
+    unchanged. Fields outside this server's responses must be empty. `parsed` is from OpenAI's SDK
     and `provider_specific_fields` from litellm.
     """
 

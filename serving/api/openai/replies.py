@@ -252,9 +252,9 @@ class SamplingDefault(Struct):
 
 
 class Model(Struct):
-    """A model; `max_model_len` is the maximum number of tokens in prompt and answer.
+    """A model; `max_model_len` is the maximum token count in prompt and answer.
 
-    `sampling_defaults` are the values for fields that a request leaves out. Each has its source.
+    `sampling_defaults` are the values for missing fields in a request. Each has its source.
     Both are null while the model loads.
     """
 

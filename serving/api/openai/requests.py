@@ -117,8 +117,8 @@ ONE_END: dict[str, Any] = {
 class GenerationRequest(GuidedRequest):
     """The common fields of completions and chats.
 
-    docs/api.md has a table of all fields. Fields that OpenAI does not have are from vLLM, except
-    Ollama's `keep_alive`.
+    docs/api.md lists all fields. Fields beyond OpenAI's are from vLLM, except Ollama's
+    `keep_alive`.
     """
 
     model: str | None = None
@@ -307,7 +307,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TemplateRequest(Body):
-    """The fields that control the chat template."""
+    """The fields for the chat template."""
 
     add_generation_prompt: bool | None = None
     chat_template: None = None
@@ -327,12 +327,12 @@ class TemplateRequest(Body):
 
     @property
     def to_answer(self) -> bool:
-        """True if the prompt ends with the beginning of the assistant's turn."""
+        """True if the prompt ends where the assistant's turn begins."""
         return self.add_generation_prompt is not False
 
     @property
     def thinking(self) -> Thinking:
-        """The thought that the request asks for."""
+        """The requested thinking."""
         return Thinking.of_effort(self.reasoning_effort)
 
 

@@ -1,8 +1,8 @@
-"""The reader of calls, with a method for each syntax.
+"""The call reader, with a method for each syntax.
 
 A call starts when its name is known and its arguments begin; from then on, arguments pass as they
-come. At the first character that belongs to no call the reader raises ValueError: the text that it
-has taken, and that is in no piece, is then content.
+come. At the first character outside a call the reader raises ValueError. Its text without a piece
+is then content.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 class CallReader(Reader):
-    """Reads the calls of one format.
+    """Reads calls in one format.
 
     Args:
         form: the format.
-        tools: functions that the model may call.
+        tools: functions for the model.
+
     """
 
     def __init__(self, form: ToolFormat, tools: Tools) -> None:
@@ -44,7 +45,7 @@ class CallReader(Reader):
         self._tools = tools
 
     def read(self) -> Steps:
-        """Read calls from behind their opening mark, or from the beginning of an answer."""
+        """Read calls after their opening mark, or from the answer's beginning."""
         match self._form.syntax:
             case "object":
                 return self._objects()
@@ -54,7 +55,7 @@ class CallReader(Reader):
                 return self._named()
 
     def end(self) -> str:
-        """End the answer within calls; returns the text that turned out to be content."""
+        """End the answer within calls; returns the text outside calls, for content."""
         if self._form.syntax == "python":
             calls = python_calls(self.text(0), self._tools, self._form.marks)
             for name, arguments in calls or ():
@@ -114,7 +115,7 @@ class CallReader(Reader):
         return True
 
     def _named(self) -> Steps:
-        """Read calls that are a name and arguments, with marks around them."""
+        """Read calls with a name and arguments between marks."""
         form = self._form
         again, *more = form.call[0].split()
         closing, *closing_more = form.call[2].split() or [""]
@@ -282,7 +283,7 @@ class CallReader(Reader):
                     self.argue(", " if mark == "," else "]")
 
     def _python(self) -> Steps:
-        """Read `[f(x=1), g()]`, which is the whole answer; `end` parses it."""
+        """Read `[f(x=1), g()]`, the whole answer; `end` parses it."""
         char = yield from self.skip_space()
         if self._form.marks and char == "<":
             yield from self.choose(self._form.marks[0])
@@ -303,7 +304,7 @@ class CallReader(Reader):
         return name
 
     def _quoted(self, *marks: str) -> Steps:
-        """Pass on the text up to a mark as a text of JSON."""
+        """Pass on the text up to a mark as a JSON string."""
         self.argue('"')
         mark = ""
         while not mark:
@@ -321,7 +322,7 @@ class CallReader(Reader):
         return "".join(parts)
 
     def _value(self) -> Generator[None, None, str]:
-        """Return the JSON value that begins here."""
+        """Return the JSON value at this place."""
         scanner = JsonScanner()
         begin = self.at
         while not scanner.done and scanner.push((yield from self.peek())):
@@ -329,7 +330,7 @@ class CallReader(Reader):
         return self.text(begin, self.at)
 
     def _string(self) -> Generator[None, None, str]:
-        """Return the text in the JSON string that begins here."""
+        """Return the text in the JSON string at this place."""
         _require((yield from self.skip_space()) == '"')
         return str(loads((yield from self._value())))
 
@@ -337,17 +338,17 @@ class CallReader(Reader):
 def python_calls(
     text: str, tools: Tools, marks: tuple[str, ...] = ()
 ) -> list[tuple[str, str]] | None:
-    """Read a list of calls in Python's syntax: `[f(x=1), g(y="z")]`.
+    """Read calls in Python's list syntax: `[f(x=1), g(y="z")]`.
 
-    The words and escapes of JSON are taken, too.
+    JSON's words and escapes are taken, too.
 
     Args:
         text: a Python expression; it is parsed and never executed.
-        tools: functions that the model may call.
-        marks: marks that may stand before and behind the list.
+        tools: functions for the model.
+        marks: optional marks before and after the list.
 
     Returns:
-        The names and the arguments (JSON) of the calls; None if the text is no such list.
+        The calls' names and arguments (JSON); None if the text is no such list.
     """
     text = text.strip()
     if marks and text.startswith(marks[0]):
@@ -389,7 +390,7 @@ def _object_of(text: str) -> str:
     value = loads(text)
     if isinstance(value, str):
         text, value = value, loads(value)
-        text.encode()  # raises for half of a surrogate pair, which an escape can hide
+        text.encode()  # raises for half a surrogate pair, possibly from an escape
     if value is None:
         return "{}"
     _require(isinstance(value, dict))

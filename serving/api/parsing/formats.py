@@ -1,6 +1,6 @@
-"""The formats in which model families write calls and thoughts, as tables.
+"""The model families' formats for calls and thoughts, as tables.
 
-The names are those of vLLM's parsers. A text in a table is what the family's chat template writes.
+The names are vLLM's parser names. The texts in a table are from the family's chat template.
 Parsers take any white space where the text has some; grammars write the text exactly.
 """
 
@@ -19,10 +19,10 @@ class Parameters:
 
     Attributes:
         open, middle, close: texts around a parameter's name and its value.
-        style: name of this syntax in xgrammar.
-        typed: text that ends the word "true" or "false" after `middle`, which says whether the
-            value is text; else the tool's schema decides.
-        newlines: the value stands between line ends, which are not part of it.
+        style: xgrammar's name for this syntax.
+        typed: text after the word "true" or "false" behind `middle`. The word says whether the
+            value is text. Without `typed`, the tool's schema decides.
+        newlines: the value stands between line ends. They do not belong to it.
     """
 
     open: str
@@ -37,26 +37,26 @@ class Parameters:
 class ToolFormat:
     """A format for calls.
 
-    A list of calls is `section[0]`, calls with `separator` between them, and `section[1]`. A call
-    is `call[0]`, the name, `call[1]`, the arguments, and `call[2]`.
+    Calls are `section[0]`, single calls with `separator` between them, and `section[1]`. A call is
+    `call[0]`, the name, `call[1]`, the arguments, and `call[2]`.
 
     Attributes:
         syntax: "object" for a JSON object with name and arguments; "json" for a name and JSON;
             "parameters" for a name and parameters one by one; "gemma" for a name and an object
-            whose texts stand between `quote`; "python" for a list of Python calls; "harmony" for
+            with texts between `quote`; "python" for Python calls in a list; "harmony" for
             messages in channels.
         call, section, separator: see above.
         name: how a name is written: %s is the name, %d a number.
         parameters: how parameters are written, for the syntax "parameters".
         quote: the mark around texts, for the syntax "gemma".
-        mark: opens a list of calls; empty if calls only begin an answer.
+        mark: opens the calls; empty if calls only begin an answer.
         at_start: an answer may begin with a call without a mark.
-        known: only names of offered tools count, because the format has no mark.
-        ends_thought: a call ends a thought that has no end.
-        marks: texts that may be special tokens.
-        signs: texts that are all in the chat templates of the family.
-        absent: texts that are in none of them.
-        newer: the format that replaces this one if the tokenizer has the token `newer_token`.
+        known: only offered tools' names count, because the format has no mark.
+        ends_thought: a call ends a thought without a closing text.
+        marks: texts, possibly special tokens.
+        signs: texts that the family's chat templates all contain.
+        absent: texts outside these templates.
+        newer: the replacement format if the tokenizer has the token `newer_token`.
     """
 
     syntax: Syntax
@@ -78,7 +78,7 @@ class ToolFormat:
 
     @property
     def first(self) -> str:
-        """The text before the first name in a list of calls."""
+        """The text before the first call's name."""
         return self.section[0] + self.call[0]
 
 
@@ -88,8 +88,8 @@ class ReasoningFormat:
 
     Attributes:
         open, close: the texts around a thought.
-        marks: texts that may be special tokens.
-        sign: a text in the chat templates of the family.
+        marks: texts, possibly special tokens.
+        sign: a text in the family's chat templates.
         channels: thoughts are messages in harmony's channel "analysis".
     """
 
@@ -109,7 +109,7 @@ class ReasoningFormat:
         Args:
             prompt: the prompt as the model sees it. It has the whole thought if a template
                 switches thinking off by an empty thought.
-            continued: the assistant's text that the answer continues, at the prompt's end.
+            continued: the assistant's text at the prompt's end, for the answer to continue.
         """
         if continued is not None:
             opened = continued.rfind(self.open) > continued.rfind(self.close)
@@ -313,7 +313,7 @@ REASONING_FORMATS = {
 
 
 def tool_format_in(templates: str) -> str:
-    """Return the name of the format for calls in chat templates; "none" if there is none.
+    """Return the chat templates' format for calls, by name; else "none".
 
     The texts in a template may be written with escapes, so `\\n` also stands for a line end.
     """
@@ -326,10 +326,10 @@ def tool_format_in(templates: str) -> str:
 
 
 def reasoning_format_in(templates: str) -> str:
-    """Return the name of the format for thoughts in chat templates; "none" if there is none."""
+    """Return the chat templates' format for thoughts, by name; else "none"."""
     return next((n for n, form in REASONING_FORMATS.items() if form.sign in templates), "none")
 
 
 def within_thought(prompt: str) -> bool:
-    """Return whether the prompt ends with the opening text of any format."""
+    """Return whether the prompt ends with any format's opening text."""
     return any(form.opened_by(prompt) for form in REASONING_FORMATS.values())

@@ -1,4 +1,4 @@
-"""The parts of which grammars for calls and thoughts consist: formats of structural tags."""
+"""Parts for the grammars of calls and thoughts: formats in structural tags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Format = dict[str, Any]
 
 
 def literal(text: str, tokens: Mapping[str, int]) -> Format:
-    """Return the format for a text, in which marks that are special tokens are these tokens.
+    """Return the format for a text; marks with a special token become the token.
 
     No model writes such a mark as plain text.
     """
@@ -28,7 +28,7 @@ def literal(text: str, tokens: Mapping[str, int]) -> Format:
 
 
 def regex(pattern: str) -> Format:
-    """Return the format for a text that matches an expression."""
+    """Return the format for a text, matched by an expression."""
     return {"type": "regex", "pattern": pattern}
 
 
@@ -41,15 +41,15 @@ def sequence(*parts: Format) -> Format:
 
 
 def either(*options: Format) -> Format:
-    """Return the format for one of some options."""
+    """Return the format for a choice between options."""
     return options[0] if len(options) == 1 else {"type": "or", "elements": list(options)}
 
 
 def optional(part: Format) -> Format:
-    """Return the format for a part that may be missing."""
+    """Return the format for an optional part."""
     return {"type": "optional", "content": part}
 
 
 def star(part: Format) -> Format:
-    """Return the format for any number of parts."""
+    """Return the format for zero or more parts."""
     return {"type": "star", "content": part}

@@ -1,10 +1,10 @@
-"""Splits an output in harmony, the format of gpt-oss, into thought, content and calls.
+"""Splits an output in harmony (gpt-oss's format) into thought, content and calls.
 
-An output is a list of messages, each with a header and a body:
+An output is a sequence of messages, each with a header and a body:
 `<|start|>assistant<|channel|>CHANNEL to=RECIPIENT <|constrain|>json<|message|>BODY<|end|>`. The
-prompt ends with the beginning of the first header. A body in the channel "analysis" is a thought;
-one for the recipient functions.NAME is a call; all others are content. A line end separates bodies
-of the same kind. Text outside messages is content.
+prompt ends within the first header. A body in the channel "analysis" is a thought; one for the
+recipient functions.NAME is a call; all others are content. A line end separates bodies with the
+same kind. Text outside messages is content.
 
 Source: docs/format.md in github.com/openai/harmony.
 """
@@ -37,8 +37,8 @@ class HarmonyParser:
     """Splits an output into thought, content and calls.
 
     Args:
-        prompt: the prompt as the model sees it; it ends with the beginning of a message.
-        tools: functions that the model may call; without functions, calls are content.
+        prompt: the prompt as the model sees it; it ends with a message's beginning.
+        tools: functions for the model; without functions, calls are content.
         thoughts: messages in the channel "analysis" are thoughts; else they are content.
         parallel: accept several calls; else only the first call is kept.
 
@@ -54,9 +54,9 @@ class HarmonyParser:
         self._thoughts = thoughts
         self._limit = CallLimit(parallel=parallel)
         self._reader = Reader()
-        self._body: type[Piece] | None = None  # the kind of the message whose body has begun
-        self._empty = True  # that body has no text yet
-        self._seen: set[type[Piece]] = set()  # kinds that have text
+        self._body: type[Piece] | None = None  # the open body's kind
+        self._empty = True  # the open body has no text yet
+        self._seen: set[type[Piece]] = set()  # kinds with text
         self._steps = self._messages()
         next(self._steps)
         last = prompt[max(prompt.rfind(_START), 0) :]
@@ -66,14 +66,14 @@ class HarmonyParser:
             self.begun = self._body is Reasoning
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; returns the pieces that are certain."""
+        """Take more text; returns the certain pieces."""
         for char in text:
             self._reader.held.append(char)
             next(self._steps)
         return self._taken()
 
     def flush(self) -> list[Piece]:
-        """End the output; returns the pieces that were held back. An open header is dropped."""
+        """End the output; returns the held-back pieces. An open header is dropped."""
         if self._body is not None:
             self._say(self._reader.text(0))
             self._end_body()
@@ -85,7 +85,7 @@ class HarmonyParser:
         return self._limit.kept(out)
 
     def _messages(self) -> Steps:
-        """Read messages, and text outside of them, without end."""
+        """Read messages, and text outside messages, without end."""
         reader = self._reader
         while True:
             header = yield from self._header()

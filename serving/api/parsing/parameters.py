@@ -1,8 +1,8 @@
 """Converts a parameter's text to JSON by the tool's schema.
 
-Formats that write parameters one by one write texts without quotes. So `12` may be a text or a
-number; only the schema says which. A parameter that may be a text, or something else, is the latter
-if it is JSON of an allowed type.
+Some formats write parameters one by one, and texts without quotes. So `12` may be a text or a
+number; only the schema tells. If a schema allows texts and another type, valid JSON with an allowed
+type counts as JSON, and everything else as text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MAX_STEPS = 256
 
 
 def types_of(root: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the types that a schema allows for a parameter; all if it does not say.
+    """Return a schema's allowed types for a parameter; all if the schema names none.
 
     Args:
-        root: the schema of the arguments.
+        root: the arguments' schema.
         name: the parameter's name.
     """
     found: set[str] = set()
@@ -62,7 +62,7 @@ def is_bounded(root: Mapping[str, Any], name: str) -> bool:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Convert a parameter's text to JSON; to a text if it is nothing else that is allowed."""
+    """Convert a parameter's text to JSON; to a text if no other allowed type fits."""
     stripped = text.strip()
     stripped = _WORDS.get(stripped, stripped)
     try:
@@ -86,7 +86,7 @@ def loads(text: str) -> Any:
 
 
 def type_of(value: Any) -> str:
-    """Return the name of a value's type in JSON Schema."""
+    """Return a value's type name in JSON Schema."""
     match value:
         case None:
             return "null"

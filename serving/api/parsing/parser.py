@@ -68,7 +68,7 @@ class AnswerFormat:
 
     @cached_property
     def end_of_reasoning(self) -> int | None:
-        """The token that ends the only thought, if the mark is a token."""
+        """The only thought's end token, if the mark is a token."""
         form = self._reasoning_format
         if form is None or form.channels:
             return None
@@ -85,11 +85,11 @@ class AnswerFormat:
         )
 
     def in_answer(self, grammar: Grammar) -> Grammar:
-        """Extend a request's grammar by the text that the format requires before an answer."""
+        """Extend a request's grammar by the format's required text before an answer."""
         return final_answer(grammar, self.tokenizer.mark_tokens) if self._channels else grammar
 
     def after_thought(self, grammar: Grammar, prompt: str, continued: str | None = None) -> Grammar:
-        """Extend a grammar for an answer that may begin with a thought; args as `parser`."""
+        """Extend a grammar for an answer with an optional thought before it; args as `parser`."""
         form = self._reasoning_format
         place = "after" if form is None else form.place(prompt, continued)
         if form is None or place == "after":
@@ -117,10 +117,10 @@ class AnswerFormat:
 
         Args:
             prompt: the prompt as the model sees it; it may end within or after a thought.
-            tools: functions for the model, with the schemas of their arguments; without functions,
+            tools: functions for the model, with their arguments' schemas; without functions,
                 calls are content.
             parallel: accept several calls; else only the first call is kept.
-            continued: the assistant's text that the answer continues.
+            continued: the assistant's text for the answer to continue.
         """
         thoughts, calls = self._reasoning_format, self._tool_format if tools else None
         stages: list[Stage] = []
@@ -148,7 +148,7 @@ class AnswerFormat:
 
     @property
     def _channels(self) -> bool:
-        """True if one of the formats is harmony's, so that answers are messages in channels."""
+        """True if a format is harmony's: answers then are messages in channels."""
         tools, thoughts = self._tool_format, self._reasoning_format
         in_calls = tools is not None and tools.syntax == "harmony"
         return in_calls or (thoughts is not None and thoughts.channels)
@@ -164,14 +164,14 @@ class Stage(Protocol):
     begun: bool
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; returns the pieces that are certain."""
+        """Take more text; returns the certain pieces."""
 
     def flush(self) -> list[Piece]:
-        """End the text; returns the pieces that were held back."""
+        """End the text; returns the held-back pieces."""
 
 
 class AnswerParser:
-    """Splits one answer: each stage splits what the one before leaves as content."""
+    """Splits one answer: each stage splits the previous stage's content."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -182,11 +182,11 @@ class AnswerParser:
         return any(stage.begun for stage in self._stages)
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; returns the pieces that are certain."""
+        """Take more text; returns the certain pieces."""
         return merged(self._through([Content(text)], self._stages))
 
     def flush(self) -> list[Piece]:
-        """End the answer, once, after the last push; returns the pieces that were held back."""
+        """End the answer, once, after the last push; returns the held-back pieces."""
         pieces: list[Piece] = []
         for stage in self._stages:
             pieces = [*self._through(pieces, [stage]), *stage.flush()]

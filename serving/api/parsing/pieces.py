@@ -109,7 +109,7 @@ def split_at(text: str, mark: str, other: str = "") -> tuple[str, str, str | Non
     Args:
         text: the text.
         mark: the mark.
-        other: another mark that ends the text before, and stays in the text after; empty for none.
+        other: another mark. It ends the text before, and stays in the text after; empty for none.
 
     Returns:
         The text before the mark, the whitespace between that text and the mark, and the text after
@@ -127,5 +127,5 @@ def split_at(text: str, mark: str, other: str = "") -> tuple[str, str, str | Non
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text begin a mark."""
+    """Return the number of characters at a text's end that begin a mark."""
     return next((k for k in range(len(mark) - 1, 0, -1) if text.endswith(mark[:k])), 0)

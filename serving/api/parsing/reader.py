@@ -1,7 +1,7 @@
-"""The basis of all readers of calls: a text that grows, and a place in it.
+"""The base of all call readers: a growing text, and a place in it.
 
-A reader is a generator that pauses when it needs another character. It gets one at a time, so its
-result cannot depend on where the text is cut.
+A reader is a generator. It pauses when it needs another character. It gets one character at a time,
+so its result cannot depend on the cuts in the text.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MAX_WORD = 128
 
 
 class Reader:
-    """A text that grows, and a place in it.
+    """A growing text, and a place in it.
 
     Attributes:
-        out: pieces that are certain.
-        held: characters that are not yet in a piece.
-        at: place in `held`: the reader has taken what is before.
+        out: certain pieces.
+        held: characters without a piece so far.
+        at: place in `held`: the reader has taken everything before it.
         started: a call has started, so `held` cannot become content.
         complete: a call has ended, and only `expected` can belong to it.
-        expected: texts of which one may come next.
+        expected: allowed next texts.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Reader:
         self.expected: tuple[str, ...] = ()
 
     def text(self, begin: int, end: int | None = None) -> str:
-        """Return a part of the held text."""
+        """Return a slice of the held text."""
         return "".join(self.held[begin:end])
 
     def peek(self) -> Generator[None, None, str]:
@@ -67,10 +67,10 @@ class Reader:
             yield from self.choose(word)
 
     def choose(self, *texts: str) -> Generator[None, None, str]:
-        """Skip white space and take one of some texts without white space; returns it.
+        """Skip white space, take one of the texts (they have no white space), and return it.
 
         Raises:
-            ValueError: none of them is here.
+            ValueError: no text matches here.
         """
         self.expected = texts
         yield from self.skip_space()
@@ -88,7 +88,7 @@ class Reader:
         """Take the characters up to one of `ends` or white space.
 
         Raises:
-            ValueError: there are too many of them.
+            ValueError: there are too many characters.
         """
         begin = self.at
         while (yield from self.peek()) not in ends and self.held[self.at] not in SPACE:
@@ -99,14 +99,14 @@ class Reader:
         return self.text(begin, self.at)
 
     def until(self, *marks: str, passed: bool = True) -> Generator[None, None, tuple[str, str]]:
-        """Take the next part of a text that ends with one of some marks.
+        """Take the next part of a text before its closing mark.
 
         Args:
-            marks: the marks; a longer one must come before one that it ends with.
+            marks: possible closing marks; put a longer mark before its own suffix.
             passed: take the mark too.
 
         Returns:
-            More of the text, and the mark; the mark is empty if the text goes on.
+            More text, and the mark; the mark is empty if the text goes on.
         """
         begin = self.at
         while True:
@@ -122,18 +122,18 @@ class Reader:
             yield
 
     def start(self, name: str, arguments: str = "") -> None:
-        """Start a call; what was held belongs to it."""
+        """Start a call; the held text belongs to it."""
         self.out.append(CallStart(name))
         self.started, self.complete = True, False
         self.argue(arguments)
 
     def argue(self, text: str) -> None:
-        """Add a text to the call's arguments, and forget what was taken."""
+        """Add a text to the call's arguments, and forget the taken text."""
         self.out.append(Arguments(text))
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was taken."""
+        """Forget the taken text."""
         del self.held[: self.at]
         self.at = 0
 
@@ -143,11 +143,11 @@ class Reader:
         self.started, self.complete = False, True
 
     def json_arguments(self, name: str, closing: str, opening: str) -> Generator[None, None, bool]:
-        """Start a call with the JSON object that begins here, and pass it on at once.
+        """Start a call with the JSON object at this place, and pass it on at once.
 
-        The call starts with the first key, so an object in the syntax of Python or JavaScript is
-        no call. Invalid JSON counts as arguments up to the closing mark or, if the format has
-        none, up to the next opening mark.
+        The call starts with the first key, so an object in Python's or JavaScript's syntax is no
+        call. Invalid JSON counts as arguments up to the closing mark or, if the format has none, up
+        to the next opening mark.
 
         Returns:
             Whether the object is complete; else the closing mark is taken.
@@ -178,7 +178,7 @@ class Reader:
         return True
 
     def raw_arguments(self, closing: str, opening: str) -> Steps:
-        """Pass on the rest of invalid arguments, and end the call."""
+        """Pass on the remaining invalid arguments, and end the call."""
         mark = ""
         while not mark:
             text, mark = yield from self.until(closing or opening, passed=bool(closing))

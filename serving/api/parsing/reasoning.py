@@ -19,7 +19,7 @@ class ReasoningParser:
     Args:
         form: the format.
         opened: the prompt ends within the thought.
-        call: a mark that opens calls and ends a thought; empty if only the format's text does.
+        call: the mark before calls, if it also ends a thought; else empty.
 
     Attributes:
         begun: the output has a thought.
@@ -34,11 +34,11 @@ class ReasoningParser:
         self._trim = opened  # drop whitespace until the next text
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; returns the pieces that are certain."""
+        """Take more text; returns the certain pieces."""
         return self._push(text)
 
     def flush(self) -> list[Piece]:
-        """End the output; returns the pieces that were held back."""
+        """End the output; returns the held-back pieces."""
         wait, self._wait = self._wait, ""
         if self._push == self._thought:
             return [Reasoning(wait.rstrip())]

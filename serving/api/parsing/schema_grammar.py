@@ -1,6 +1,6 @@
-"""Grammars for arguments in the syntax of Gemma and of Python, from JSON schemas.
+"""Grammars for arguments in Gemma's and Python's syntax, from JSON schemas.
 
-xgrammar knows the other syntaxes. A schema that cannot be enforced is refused by name.
+xgrammar knows the other syntaxes. Unsupported schemas are refused by name.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Arguments:
     """Builds the formats for one tool's arguments.
 
     Args:
-        schema: JSON schema of the arguments.
-        place: name of the schema in errors, such as "tools: f".
-        tokens: special tokens that are marks, by their texts.
+        schema: the arguments' JSON schema.
+        place: the schema's name in errors, such as "tools: f".
+        tokens: the marks' special tokens, by text.
         quote: the mark around texts in Gemma's syntax.
 
     Raises:
@@ -50,14 +50,14 @@ class Arguments:
         self._place = place
         self._tokens = tokens
         self._quote = quote
-        prepare(copy.deepcopy(schema), place)  # refuses what xgrammar would ignore
+        prepare(copy.deepcopy(schema), place)  # refuses keywords that xgrammar would ignore
 
     def gemma(self) -> Format:
         """Return a format for `{key:value,key:value}`."""
         return self._gemma(self._root, "", 0)
 
     def python(self) -> Format:
-        """Return a format for `key=value, key=value`. Values are JSON, which `python_calls` reads.
+        """Return a format for `key=value, key=value`. Values are JSON, for `python_calls`.
 
         A boolean may also be Python's.
         """
@@ -130,7 +130,7 @@ class Arguments:
         member: Callable[[str, Any, str], Format],
         any_member: Format,
     ) -> Format:
-        """Return the format for an object's members, in the order of the schema."""
+        """Return the format for an object's members, in the schema's order."""
         for word in ("patternProperties", "propertyNames", "minProperties", "maxProperties"):
             if word in schema:
                 self._refuse(place, f"has {word}, which this format for calls cannot enforce")
@@ -153,7 +153,7 @@ class Arguments:
             return [*rest, *([others] if others else [])]
 
         options: list[Format] = []
-        for i, (form, must) in enumerate(written):  # which member is the first
+        for i, (form, must) in enumerate(written):  # the first member's number
             options.append(sequence(form, *after(i + 1)))
             if must:
                 return either(*options)
@@ -212,7 +212,7 @@ class Arguments:
         return json.dumps(value)
 
     def _resolved(self, schema: Any, place: str) -> Mapping[str, Any]:
-        """Return the schema that a reference names."""
+        """Return a reference's schema."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, Mapping):
                 self._refuse(place, "allows no value")

@@ -1,10 +1,10 @@
 """Finds function calls in a model's output.
 
-The parser looks for the mark that opens calls in the model's format, and gives the text behind it
-to a reader, one character at a time. Text is held back while it may still become a call. Text that
-turns out to be no call is content, exactly as the model wrote it. Arguments that turn out to be
-invalid JSON stay arguments, up to the closing mark: they have been streamed, and OpenAI's documents
-tell clients to expect invalid JSON. Whitespace around calls is dropped.
+The parser looks for the opening mark in the model's format. It gives the text after the mark to a
+reader, one character at a time. It holds text back while the text may still become a call. If the
+text is no call, it is content, exactly as the model wrote it. Invalid JSON in arguments stays
+there, up to the closing mark: it has been streamed, and OpenAI's documents tell clients to expect
+invalid JSON. Whitespace around calls is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CallLimit:
         parallel: allow several calls.
 
     Attributes:
-        calls: number of calls so far.
+        calls: call count so far.
     """
 
     def __init__(self, *, parallel: bool) -> None:
@@ -30,7 +30,7 @@ class CallLimit:
         self._parallel = parallel
 
     def kept(self, pieces: list[Piece]) -> list[Piece]:
-        """Return the pieces without those of further calls."""
+        """Return the pieces without further calls."""
         kept: list[Piece] = []
         for piece in pieces:
             self.calls += isinstance(piece, CallStart)
@@ -45,7 +45,7 @@ class ToolCallParser:
 
     Args:
         form: the format for calls.
-        tools: functions that the model may call, with the schemas of their arguments.
+        tools: functions for the model, with their arguments' schemas.
         parallel: accept several calls; else only the first call is kept.
     """
 
@@ -63,13 +63,13 @@ class ToolCallParser:
             self._enter("")
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; returns the pieces that are certain."""
+        """Take more text; returns the certain pieces."""
         while text:
             text = self._content(text) if self._reader is None else self._call(self._reader, text)
         return self._taken()
 
     def flush(self) -> list[Piece]:
-        """End the answer; returns the pieces that were held back."""
+        """End the answer; returns the held-back pieces."""
         if self._reader is not None:
             rest = self._reader.end()
             self._out += self._reader.out
@@ -100,7 +100,7 @@ class ToolCallParser:
         next(self._steps)
 
     def _call(self, reader: CallReader, text: str) -> str:
-        """Take text up to the end of calls; returns the text after them."""
+        """Take text up to the calls' end; returns the text after them."""
         assert self._steps is not None
         for i, char in enumerate(text):
             reader.held.append(char)

@@ -1,7 +1,7 @@
-"""Grammars that constrain an answer to well-formed tool calls.
+"""Grammars for well-formed tool calls in an answer.
 
-Each is a structural tag for xgrammar: the format's own texts, and the schema of the tool's
-parameters between them. The parsers therefore find the calls in the answer.
+Each is a structural tag for xgrammar: the format's own texts, with the tool's parameter schema
+between them. The parsers therefore find the calls in the answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INPUT = "input"
 
 @dataclass(frozen=True)
 class InputGrammar:
-    """The grammar for the text that a tool takes.
+    """The grammar for a tool's text.
 
     Attributes:
         syntax: how the grammar is written.
@@ -58,9 +58,9 @@ class Offered:
     """A tool for the model.
 
     Attributes:
-        name: name of the function.
-        schema: JSON schema of the arguments.
-        input_grammar: grammar for the argument INPUT, which is then the only one.
+        name: the function's name.
+        schema: the arguments' JSON schema.
+        input_grammar: grammar for INPUT, then the only argument.
     """
 
     name: str
@@ -77,7 +77,7 @@ def calls_only(
         form: name of the format.
         tools: the tools that the model may call.
         several: allow more than one call.
-        tokens: special tokens that are marks, by their texts.
+        tokens: the marks' special tokens, by text.
 
     Raises:
         RequestError: the format is unknown, or cannot enforce a tool's schema.
@@ -94,7 +94,7 @@ def or_calls(
     several: bool,
     tokens: Mapping[str, int],
 ) -> Grammar:
-    """Extend a grammar, so that the answer may also be calls; as `calls_only`."""
+    """Extend a grammar: the answer may also be calls; args as `calls_only`."""
     known = _known(form, tokens, f"{grammar.param} constrains the answer", grammar.param)
     calls = json.dumps(_Calls(known, tokens).several(tools, several))
     return msgspec.structs.replace(grammar, instead=calls)
@@ -103,7 +103,7 @@ def or_calls(
 def strict_calls(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
-    """Return a grammar for a free answer, whose calls match the tools' schemas; as `calls_only`."""
+    """Return a grammar for a free answer with schema-conforming calls; args as `calls_only`."""
     known = _known(form, tokens, "a tool is strict", "tools")
     free = _Calls(known, tokens).among_text(tools, several)
     return Grammar("structural_tag", _tag(free), "tools")
@@ -117,7 +117,7 @@ def after_thought(
     Args:
         grammar: constrains the answer without its thought.
         form: the format for thoughts.
-        tokens: special tokens that are marks, by their texts.
+        tokens: the marks' special tokens, by text.
         opened: the prompt ends within the thought; else the thought is optional.
     """
     thought = _until(form.close, tokens)
@@ -132,7 +132,7 @@ def after_thought(
 
 
 def final_answer(grammar: Grammar, tokens: Mapping[str, int]) -> Grammar:
-    """Extend a grammar for the content of an answer by harmony's header for such content."""
+    """Extend a grammar for an answer's content by harmony's header for it."""
     return msgspec.structs.replace(grammar, header=json.dumps(literal(HARMONY_FINAL, tokens)))
 
 
@@ -154,7 +154,7 @@ class _Calls:
 
     Args:
         form: how calls are written.
-        tokens: special tokens that are marks, by their texts.
+        tokens: the marks' special tokens, by text.
     """
 
     def __init__(self, form: ToolFormat, tokens: Mapping[str, int]) -> None:
@@ -232,7 +232,7 @@ class _Calls:
         return found
 
     def _any_parameters(self, form: Parameters) -> Format:
-        """Return the format for any parameters, whose marks may be tokens."""
+        """Return the format for any parameters; their marks may be tokens."""
         parts = [self._text(form.open), _until(form.middle, self._tokens)]
         if form.typed:
             parts.append(either(self._text(f"true{form.typed}"), self._text(f"false{form.typed}")))
@@ -240,7 +240,7 @@ class _Calls:
         return star(sequence(*parts))
 
     def _input(self, grammar: InputGrammar, place: str) -> Format:
-        """Return the format for arguments with one text, which a grammar constrains."""
+        """Return the format for arguments with one text under a grammar."""
         form = self._form
         writing = "json"
         match form.syntax:

@@ -54,7 +54,7 @@ class OutputCall(Struct, tag="function_call"):
 
 
 class OutputCustomCall(Struct, tag="custom_tool_call"):
-    """A call to a tool that takes a text; the result is a custom_tool_call_output."""
+    """A call to a custom tool, with a text; the result is a custom_tool_call_output."""
 
     id: str
     call_id: str
@@ -263,7 +263,7 @@ class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments
 
 
 class InputDelta(_InItem, kw_only=True, tag="response.custom_tool_call_input.delta"):
-    """More of the text for a tool."""
+    """More text for a custom tool."""
 
     delta: str
 

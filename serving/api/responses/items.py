@@ -1,6 +1,6 @@
-"""Items of a conversation in Responses, and the messages that they become for the model.
+"""Conversation items in Responses, and their messages for the model.
 
-The server never encrypts. `encrypted_content` is the text of a thought in base64, with a digest.
+The server never encrypts. `encrypted_content` is a thought's text in base64, with a digest.
 Some clients send back nothing else. It hides nothing: the same text is in `content`.
 """
 
@@ -111,7 +111,7 @@ IGNORED = (
 
 
 class Direct(Body):
-    """The caller of a call: the model."""
+    """A call's caller: the model."""
 
     type: Literal["direct"]
 
@@ -119,7 +119,7 @@ class Direct(Body):
 class InputItem(Body):
     """A message (with a role), a call, a call's output, a thought, or a reference, by `type`.
 
-    Items of tools that this server leaves out keep only their type.
+    Items from unsupported tools keep only their type.
     """
 
     type: Annotated[
@@ -152,7 +152,7 @@ class InputItem(Body):
     async_: Literal[False] | None = Field(
         None, validation_alias=AliasChoices("async", "async_"), exclude=True
     )
-    # Notes of clients, without an effect.
+    # Clients' notes, without an effect.
     created_by: str | None = Field(None, exclude=True)
     internal_chat_message_metadata_passthrough: Any = Field(None, exclude=True)
     metadata: Any = Field(None, exclude=True)
@@ -187,7 +187,7 @@ class InputItem(Body):
 
     @property
     def thought(self) -> str:
-        """The text of a thought; RequestError if it is sealed, and not by this server."""
+        """The thought's text; RequestError if another server sealed it."""
         parts = self.content or ()
         if not parts and self.encrypted_content is not None:
             return unseal(self.encrypted_content, "input.encrypted_content")
@@ -198,7 +198,7 @@ ITEMS = TypeAdapter(list[InputItem])
 
 
 def named(items: Iterable[InputItem]) -> list[InputItem]:
-    """Return the items that count, each with an id."""
+    """Return the items with an effect, each with an id."""
     kept = [item for item in items if item.type != "ignored"]
     for item in kept:
         item.id = item.id or new_id(_PREFIXES[item.type], "_")
@@ -206,7 +206,7 @@ def named(items: Iterable[InputItem]) -> list[InputItem]:
 
 
 def references(items: Iterable[InputItem]) -> tuple[str, ...]:
-    """Return the ids by which clients may refer to these items later.
+    """Return the ids for clients' later references to these items.
 
     An id in another form is a client's own. Two clients may use the same one, and without API keys
     one would get the other's item.
@@ -215,7 +215,7 @@ def references(items: Iterable[InputItem]) -> tuple[str, ...]:
 
 
 class Names(Protocol):
-    """The names of tools, as the model sees them."""
+    """Tool names as the model sees them."""
 
     def shown(self, namespace: str | None, name: str) -> str:
         """Return a tool's name for the model."""
@@ -257,5 +257,5 @@ def _append(messages: list[Message], item: InputItem, names: Names) -> None:
 
 
 def text_part(text: str) -> TextPart:
-    """Return a part of a message."""
+    """Return a message part."""
     return TextPart(type="text", text=text)

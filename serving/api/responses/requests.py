@@ -98,7 +98,7 @@ _Items = Annotated[list[InputItem], Field(min_length=1)]
 
 
 class InputTokensRequest(Body):
-    """POST /v1/responses/input_tokens: the fields that change the prompt."""
+    """POST /v1/responses/input_tokens: the fields with an effect on the prompt."""
 
     model: str | None = None
     input: Annotated[
@@ -118,12 +118,12 @@ class InputTokensRequest(Body):
 
     @property
     def text_format(self) -> TextFormat | None:
-        """The form of the answer, if the request has one."""
+        """The answer's form, if the request has one."""
         return None if self.text is None else self.text.format
 
     @property
     def thinking(self) -> Thinking:
-        """The thought that the request asks for."""
+        """The requested thinking."""
         effort = None if self.reasoning is None else self.reasoning.effort
         return Thinking.of_effort(effort, "reasoning.effort")
 

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer form of a conversation, with the answers that are stored."""
+"""/v1/responses: OpenAI's newer conversation API, with stored responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/responses", **returns(shapes.ResponseObject, streams=True))
 async def create_response(request: Request, body: asked.ResponsesRequest, state: State) -> Response:
-    """Answer a conversation in the form of OpenAI's Responses."""
+    """Answer a conversation in OpenAI's Responses format."""
     engine = state.ready_engine(body.model)
     turn = Turn(body, state.responses, owner())
 
@@ -55,7 +55,7 @@ async def create_response(request: Request, body: asked.ResponsesRequest, state:
 
 @router.post("/v1/responses/input_tokens", **returns(shapes.InputTokens))
 async def count_input_tokens(body: asked.InputTokensRequest, state: State) -> Response:
-    """Count the tokens of the prompt that a request would have."""
+    """Count a request's prompt tokens."""
     engine = state.ready_engine(body.model)
     turn = Turn(body, state.responses, owner())
 
@@ -106,7 +106,7 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """List the items that the model saw, newest first unless `order` is "asc"."""
+    """List the response's input items, newest first unless `order` is "asc"."""
     items = await state.aside(state.responses.get(owner(), response_id).input)
     if order == "desc":
         items.reverse()
@@ -123,13 +123,13 @@ async def list_input_items(
 
 
 def _count(engine: AsyncEngine, conversation: Conversation, most: int) -> int:
-    """Return the number of tokens in a prompt; a text with far more than `most` is refused."""
+    """Return a prompt's token count; refuse a text with far more than `most` tokens."""
     prompt = conversation.prompt(engine.tokenizer, most=most)
     return len(engine.tokenizer.encode(prompt, add_special_tokens=False, most=most))
 
 
 def _fits(engine: AsyncEngine, answer: int) -> Callable[[Conversation], bool]:
-    """Return a function that tells whether a prompt leaves room for an answer with some tokens."""
+    """Return a function to test whether a prompt leaves room for an answer."""
     context = engine.info.max_model_len
     return lambda conversation: _count(engine, conversation, context * LONGEST) + answer <= context
 

@@ -1,6 +1,6 @@
-"""Stored responses, in the memory of this server process.
+"""Stored responses, in this server process's memory.
 
-An entry has the whole conversation up to its answer, so that none depends on another.
+Each entry has the whole conversation up to its answer, so no entry depends on another.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from weft.errors import RequestError
 
-_OVERHEAD = 1024  # bytes of an entry, beside its texts
-_PER_ID = 256  # bytes of an item's id in the index
+_OVERHEAD = 1024  # bytes for an entry, beside its texts
+_PER_ID = 256  # bytes for an item's id in the index
 
 
 class Stored(Struct, frozen=True):
@@ -22,27 +22,27 @@ class Stored(Struct, frozen=True):
 
     Attributes:
         body: the response, as JSON.
-        items: the list of all items that the model saw, as JSON.
+        items: all input items as a JSON list.
     """
 
     body: bytes
     items: bytes
 
     def input(self) -> list[dict[str, Any]]:
-        """Return the items that the model saw."""
+        """Return the input items."""
         items: list[dict[str, Any]] = json.loads(self.items)
         return items
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the items that the model saw, and its answer."""
+        """Return the input items and the answer."""
         return [*self.input(), *json.loads(self.body)["output"]]
 
 
 class ResponseStore:
-    """Stored responses of all API keys, bounded by their size; the least recently used go first.
+    """Stored responses for all API keys, bounded by size; the least recently used go first.
 
     Args:
-        room: maximum bytes of all entries; 0 stores none.
+        room: maximum bytes for all entries; 0 stores none.
     """
 
     def __init__(self, room: int) -> None:
@@ -63,7 +63,7 @@ class ResponseStore:
             owner: the API key's digest, or "" without keys.
             response: the response's id.
             stored: the response and its input.
-            items: ids by which clients may refer to items in `stored`.
+            items: ids for clients' references to items in `stored`.
         """
         if (size := _size(stored, items)) > self._room:
             return

@@ -1,4 +1,4 @@
-"""Reads the text for a tool from the arguments of the function that stands for the tool."""
+"""Reads a custom tool's text from its function's arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 from weft.serving.api.parsing.tool_grammar import INPUT
 
 _OPENING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-# Whole characters and escapes, so that the result does not depend on where the text is cut. The
-# halves of a surrogate pair stay together. Escapes that JSON does not have are read, too.
+# Whole characters and escapes, so that cuts in the text do not change the result. The halves of
+# a surrogate pair stay together. Escapes outside JSON are read, too.
 _HEX = "[0-9a-fA-F]"
 _TEXT = re.compile(
     r'(?:[^"\\]'
@@ -32,7 +32,7 @@ class ToolInput:
         self._closed = False
 
     def push(self, arguments: str) -> str:
-        """Take more arguments; returns more of the text."""
+        """Take more arguments; returns more text."""
         if self._closed:
             return ""
         self._held += arguments
@@ -47,9 +47,9 @@ class ToolInput:
         return _unescaped(found[0])
 
     def flush(self) -> str:
-        """End the arguments; returns the text that was held back."""
+        """End the arguments; returns the held-back text."""
         if self._open:
-            return ""  # the rest is at most a part of an escape
+            return ""  # the rest is at most an incomplete escape
         return self._held
 
 

@@ -1,7 +1,7 @@
-"""Tools of Responses: functions, tools that take a text, groups of both, and OpenAI's hosted tools.
+"""Tools in Responses: functions, custom tools, groups of both, and OpenAI's hosted tools.
 
-The model sees functions only. A tool that takes a text is a function with the argument `input`. A
-tool in a namespace has the namespace in its name. Hosted tools are left out.
+The model sees functions only. A custom tool takes a text: the model sees a function with the
+argument `input`. A tool in a namespace has the namespace in its name. Hosted tools are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_NAME = 64
 """Maximum number of characters in a tool's name, as the model sees it."""
 
 logger = logging.getLogger(__name__)
-_said: set[str] = set()  # types that the log has named
+_said: set[str] = set()  # types already named in the log
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -36,7 +36,7 @@ def _allows_the_model(callers: Any) -> Any:
 
 
 class _Options(Body):
-    """Options of tools without an effect here."""
+    """Tool options without an effect here."""
 
     allowed_callers: Annotated[
         list[Literal["direct", "programmatic"]] | None, BeforeValidator(_allows_the_model)
@@ -53,7 +53,7 @@ class FunctionTool(Function, _Options):
 
 
 class InputFormat(Body):
-    """The form of a tool's text: any, or one that matches a grammar."""
+    """The form of a custom tool's text: free, or under a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -79,7 +79,7 @@ class InputFormat(Body):
 
 
 class CustomTool(_Options):
-    """A tool that takes a text."""
+    """A custom tool: it takes a text."""
 
     type: Literal["custom"]
     name: Name
@@ -88,7 +88,7 @@ class CustomTool(_Options):
 
 
 class NamespaceTool(Body):
-    """A group of tools."""
+    """A tool group."""
 
     type: Literal["namespace"]
     name: Name
@@ -117,7 +117,7 @@ Hosted = Literal[
 
 
 class HostedTool(Body):
-    """A tool that OpenAI runs, or whose form only OpenAI's models know. It is left out."""
+    """A tool on OpenAI's servers, or for OpenAI's models alone. It is left out."""
 
     type: Hosted
 
@@ -125,7 +125,7 @@ class HostedTool(Body):
 
 
 class _ClientKind(Body):
-    """The type of a tool that the client runs, without the tool's other fields."""
+    """A client-side tool's type, without its other fields."""
 
     type: Literal["function", "custom"]
 
@@ -133,7 +133,7 @@ class _ClientKind(Body):
 
 
 class _AnyKind(_ClientKind):
-    """The type of any tool."""
+    """Any tool's type."""
 
     type: Literal["function", "custom", "namespace", Hosted]  # type: ignore[assignment]
 
@@ -145,7 +145,7 @@ _ANY = _CLIENT | {"namespace": NamespaceTool} | dict.fromkeys(get_args(Hosted), 
 
 
 def _read(value: Any) -> Any:
-    """Read a list of tools by their types, so that an error is about the form of this type."""
+    """Read tools by their types, so that an error is about this type's form."""
     if not isinstance(value, list):
         return value
     return [_tool(each, ("body", "tools", i), _ANY, _AnyKind) for i, each in enumerate(value)]
@@ -173,13 +173,13 @@ Tools = Annotated[list[AnyTool], BeforeValidator(_read, json_schema_input_type=l
 
 
 class _Named(Body):
-    """The type of a named tool. This check comes first."""
+    """A named tool's type. This check comes first."""
 
     type: Literal["function", "custom"]
 
 
 class NamedTool(FunctionName, _Named):
-    """The tool that the model must call."""
+    """The tool for the model to call."""
 
     namespace: str | None = None
 
@@ -189,7 +189,7 @@ class Called(NamedTuple):
 
     Attributes:
         name: its name, within its namespace.
-        namespace: the name of its group, if it is in one.
+        namespace: its group's name, if it has one.
         takes_text: its input is a text, and not JSON.
     """
 
@@ -199,7 +199,7 @@ class Called(NamedTuple):
 
 
 class Toolbox:
-    """The tools of one request.
+    """One request's tools.
 
     Args:
         tools: as the client sent them.
@@ -225,7 +225,7 @@ class Toolbox:
             self.functions.append(_function(tool, name, description))
 
     def shown(self, namespace: str | None, name: str) -> str:
-        """Return a tool's name for the model. One that is too long ends with a digest."""
+        """Return a tool's name for the model. A too long name ends with a digest."""
         if not namespace:
             return name
         full = namespace + ("" if namespace.endswith("__") else "__") + name
@@ -235,7 +235,7 @@ class Toolbox:
         return f"{full[: MAX_NAME - len(digest) - 1]}_{digest}"
 
     def called(self, name: str) -> Called:
-        """Return the tool that the model calls by this name."""
+        """Return the tool behind the model's name for it."""
         return self._called.get(name) or Called(name)
 
     def choice(self, choice: ToolMode | NamedTool | None) -> ToolMode | FunctionName:
@@ -246,7 +246,7 @@ class Toolbox:
 
 
 def echoed(tool: AnyTool) -> dict[str, Any]:
-    """Return a tool as a response shows it, with the fields that OpenAI requires."""
+    """Return a tool as a response shows it, with OpenAI's required fields."""
     shown = tool.model_dump(exclude_none=True, by_alias=True)
     match tool:
         case FunctionTool():
@@ -257,7 +257,7 @@ def echoed(tool: AnyTool) -> dict[str, Any]:
 
 
 def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[ClientTool, NamespaceTool | None]]:
-    """Yield the tools that the client runs, with their groups."""
+    """Yield the client-side tools, with their groups."""
     for tool in tools:
         match tool:
             case HostedTool():
@@ -275,7 +275,7 @@ def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[ClientTool, NamespaceTool 
 
 
 def _function(tool: ClientTool, name: str, description: str | None) -> Function:
-    if isinstance(tool, FunctionTool):  # copied without another check of its schema
+    if isinstance(tool, FunctionTool):  # copied without checking its schema again
         return tool.model_copy(update={"name": name, "description": description})
     grammar = None if tool.format is None else tool.format.grammar
     text: dict[str, Any] = {"type": "string", "description": "The whole input, as plain text."}

@@ -1,4 +1,4 @@
-"""A request of Responses in its conversation: earlier responses, references, tools."""
+"""A Responses request in its conversation: earlier responses, references, tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.serving.api.responses.tools import Toolbox
 
 
 class Turn:
-    """A request, with all that it refers to.
+    """A request, with everything it refers to.
 
     Args:
         body: the request.
@@ -33,12 +33,11 @@ class Turn:
     Attributes:
         owner: see above.
         toolbox: the request's tools, once there is a conversation.
-        items: JSON of the list of all items that the model sees, then too.
-        ids: the ids by which clients may refer to these items.
+        items: all input items as a JSON list, once there is a conversation.
+        ids: the ids for clients' references to these items.
 
     Raises:
-        RequestError: the request refers to a response or an item that is not stored, or twice to
-            one item.
+        RequestError: the request refers to a missing response or item, or twice to one item.
     """
 
     def __init__(self, body: InputTokensRequest, store: ResponseStore, owner: str) -> None:
@@ -118,7 +117,7 @@ class Turn:
 
 
 def _since(items: Sequence[InputItem], place: int) -> list[InputItem]:
-    """Return the items from a place on, and all earlier messages of the system."""
+    """Return the items from a place on, and all earlier system messages."""
     system = [item for item in items[:place] if item.role in ("system", "developer")]
     return [*system, *items[place:]]
 

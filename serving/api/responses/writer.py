@@ -94,7 +94,7 @@ class Writer:
                     yield self._numbered(event)
 
     def failure(self, error: RequestError | EngineError) -> bytes:
-        """Encode the last event of a failed answer."""
+        """Encode a failed answer's last event."""
         status, _ = describe(error)
         self._response.status = "failed"
         self._response.error = shapes.ResponseError(_code(status), error_body(error).error.message)
@@ -113,7 +113,7 @@ class Writer:
         return typed_event(event)
 
     def _events(self, part: Answer) -> Iterator[shapes.ResponseEvent]:
-        """Add a part of the answer to the response, and yield its events."""
+        """Add a partial answer to the response, and yield its events."""
         if not self._begun:
             self._begun = True
             yield shapes.Created(response=self._response)
@@ -124,7 +124,7 @@ class Writer:
             yield from self._end(part.finish_reason)
 
     def _add(self, piece: Piece) -> Iterator[shapes.ResponseEvent]:
-        """Add a piece to the response, and yield its events."""
+        """Add a partial answer to the response, and yield its events."""
         last = self._response.output[-1] if self._response.output else None
         match piece:
             case CallStart(name):
@@ -168,7 +168,7 @@ class Writer:
             yield shapes.InputDelta(delta=text, **self._place())
 
     def _place(self) -> dict[str, Any]:
-        """Return the fields that identify the last item."""
+        """Return the last item's identifying fields."""
         output = self._response.output
         return {"item_id": output[-1].id, "output_index": len(output) - 1}
 

@@ -1,6 +1,6 @@
 """The flags of `weft bench`.
 
-The other modules of this folder import slow libraries, so they are imported late.
+The other modules in this folder import slow libraries, so they are imported late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cache of the most recently used entries, which bounds the sum of their sizes."""
+"""A cache for the most recently used entries, with a bound on their total size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Value = TypeVar("Value")
 
 
 class LruCache(Generic[Value]):
-    """A cache of the most recently used entries, bounded by their total size.
+    """A cache for the most recently used entries, bounded by their total size.
 
     Two caches with the same calls have the same entries.
 
     Args:
-        room: maximum sum of sizes. The newest entry stays even if it is larger.
+        room: maximum total size. The newest entry stays even if it is larger.
     """
 
     def __init__(self, room: int) -> None:

@@ -1,7 +1,6 @@
 """Sets of characters, and their texts in xgrammar's EBNF: plain, or escaped as in JSON.
 
-A grammar for the text of a JSON string is the grammar of the plain text, with each character
-replaced by its escape.
+A grammar for a JSON string's text is the plain text's grammar, with an escape for each character.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _SURROGATES = (0xD800, 0xDFFF)
 
 
 class Characters:
-    """A set of characters.
+    """A character set.
 
     Args:
-        ranges: the first and the last code point of each range.
+        ranges: each range's first and last code point.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -41,7 +40,7 @@ class Characters:
 
     @classmethod
     def of(cls, text: str) -> Characters:
-        """Return the set of a text's characters."""
+        """Return the characters in a text."""
         return cls((ord(char), ord(char)) for char in text)
 
     def __or__(self, other: Characters) -> Characters:
@@ -59,12 +58,12 @@ class Characters:
         return any(low <= code <= high for low, high in self._ranges)
 
     def both_cases(self) -> Characters:
-        """Return the set with both cases of its ASCII letters."""
+        """Return the set with both cases for its ASCII letters."""
         swapped = (chr(code).swapcase() for code in range(128) if code in self)
         return self | Characters.of("".join(swapped))
 
     def options(self, writing: Writing) -> list[str]:
-        """Return expressions, of which one matches one of these characters.
+        """Return alternative expressions for one character from the set.
 
         Raises:
             RequestError: the set is empty, without surrogates.
@@ -84,7 +83,7 @@ class Characters:
         return options
 
     def _class(self) -> list[str]:
-        """Return a list with the class of these characters; it is empty if they are none."""
+        """Return a list with the character class; an empty set has an empty list."""
         kept = self - Characters([_SURROGATES])
         if not kept._ranges:
             return []
@@ -109,7 +108,7 @@ def _code(code: int) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes of xgrammar's EBNF."""
+    """Return a text in xgrammar's EBNF quotes."""
     return '"' + "".join(char if _is_plain(char) else _code(ord(char)) for char in text) + '"'
 
 

@@ -61,7 +61,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._done: LruCache[Compiled | str] = LruCache(ROOM)
         self._jobs: dict[bytes, Job] = {}
-        self._owners: Counter[str] = Counter()  # numbers of their jobs
+        self._owners: Counter[str] = Counter()  # their job counts
         self._lanes = [Lane(config.grammar_timeout * part) for part in LANES]
         self._numbers = count(1)
         self._serving: asyncio.Task[None] | None = None
@@ -170,7 +170,7 @@ class GrammarCompiler:
             self._pace.ended()
 
     def _settle(self, job: Job, done: Compiled | str | EngineError) -> None:
-        """Tell a job's result to those who wait; cache it unless it is nobody's fault."""
+        """Give a job's result to its callers, and cache it unless it is an EngineError."""
         self._forget(job)
         if not isinstance(done, EngineError):
             size = len(done) if isinstance(done, str) else done.size
@@ -213,7 +213,7 @@ class GrammarCompiler:
                     await _kill(process)
 
     def _recover(self, error: EngineError) -> None:
-        """Put back the jobs of a process that died; all jobs fail if it never was ready."""
+        """Put back a dead process's jobs; all jobs fail if it never was ready."""
         if self._process is None:
             self._fail(error)
         for lane in self._lanes:
@@ -232,7 +232,7 @@ class GrammarCompiler:
             self._settle(job, error)
 
     def _end(self, answer: Answer) -> None:
-        """Take the result of an attempt."""
+        """Take an attempt's result."""
         for lane in self._lanes:
             job = lane.job
             if job is not None and job.number == answer.number:  # else nobody waits for it now

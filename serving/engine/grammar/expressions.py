@@ -38,20 +38,20 @@ _ENDS = (ops.AT_END, ops.AT_END_STRING)
 
 
 class Rules:
-    """Further rules of a grammar.
+    """Further rules for a grammar.
 
     Attributes:
-        lines: a line of EBNF for each rule.
+        lines: an EBNF line for each rule.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def repeated(self, options: list[str]) -> str:
-        """Return the name of a new rule for any number of some options.
+        """Return a new rule's name, for zero or more repetitions of some options.
 
         The rule calls itself. xgrammar then knows the allowed tokens in advance, as for a JSON
-        string. For a repeated group it would have to try most tokens, which takes long.
+        string. For a repeated group it would have to try most tokens; this takes long.
         """
         name = f"repeated{len(self.lines)}"
         self.lines.append(f'{name} ::= "" | {" | ".join(f"{each} {name}" for each in options)}')
@@ -59,15 +59,15 @@ class Rules:
 
 
 def expression_as_ebnf(pattern: str, writing: Writing, rules: Rules) -> str:
-    """Return the EBNF expression for the texts that match a regular expression as a whole.
+    """Return the EBNF expression for a regular expression's full matches.
 
     Args:
         pattern: the regular expression.
         writing: how the text is written.
-        rules: gets the rules that the expression needs.
+        rules: gets the expression's own rules.
 
     Raises:
-        RequestError: the expression is invalid, or EBNF has nothing like one of its parts.
+        RequestError: the expression is invalid, or a part has no counterpart in EBNF.
     """
     try:
         parsed = parser.parse(pattern)
@@ -82,7 +82,7 @@ def expression_as_ebnf(pattern: str, writing: Writing, rules: Rules) -> str:
 
 
 class _Converter:
-    """Converts the parts of one expression."""
+    """Converts one expression's parts."""
 
     def __init__(self, pattern: str, writing: Writing, rules: Rules) -> None:
         self._pattern = pattern
@@ -120,7 +120,7 @@ class _Converter:
         )
 
     def _alternatives(self, nodes: Any, flags: int) -> list[str]:
-        """Return the options of a part that is alone, or else the sequence."""
+        """Return a single part's options, or else the sequence."""
         if len(nodes) == 1 and nodes[0][0] not in (ops.MAX_REPEAT, ops.MIN_REPEAT):
             op, value = nodes[0]
             return self._options(op, value, flags)

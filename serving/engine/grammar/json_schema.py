@@ -91,7 +91,7 @@ def prepare(root: Any, param: str, *, markup: bool = False) -> Any:
     Args:
         root: the schema, which is changed.
         param: the request's field, for errors.
-        markup: values stand between tags, so patterns must not match the beginning of a tag.
+        markup: values stand between tags, so patterns must not match a tag's beginning.
 
     Raises:
         RequestError: the schema is invalid or not supported.
@@ -280,7 +280,7 @@ def _is(value: Any, name: Any) -> bool:
 def plain(pattern: str, *, markup: bool = False) -> str:
     """Restrict a pattern to characters without an escape in JSON.
 
-    With `markup`, dots and negated classes do not match the beginning of a tag either.
+    With `markup`, dots and negated classes do not match a tag's beginning either.
 
     Raises:
         ValueError: the pattern asks for other characters; the message names them.

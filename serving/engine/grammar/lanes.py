@@ -1,8 +1,8 @@
-"""Lanes of grammars that wait for compilation: short ones do not wait for long ones.
+"""Lanes for grammars before compilation: short ones do not wait for long ones.
 
 Nobody knows in advance how long a grammar takes. Each grammar therefore begins in the first lane,
 with little processor time. If it needs more, it starts over in the next lane. Each lane compiles
-one grammar at a time, and the owners of its grammars take turns.
+one grammar at a time, and its grammars' owners take turns.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Job:
     Args:
         key: names the grammar.
         grammar: the grammar.
-        owner: the API key of the first request; "" without keys.
+        owner: the first request's API key; "" without keys.
 
     Attributes:
-        lane: number of its lane.
+        lane: its lane's number.
         number: names the current attempt.
-        waiting: number of callers that wait.
-        deaths: number of processes that died over it.
+        waiting: number of waiting callers.
+        deaths: number of processes that died while compiling it.
         done: the result; a text is the reason for a rejection, with PLACE as the field.
     """
 
@@ -54,7 +54,7 @@ class Lane:
         seconds: processor time for a grammar in this lane.
 
     Attributes:
-        job: the grammar that is being compiled.
+        job: the grammar in compilation.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -63,7 +63,7 @@ class Lane:
         self._waiting: OrderedDict[str, dict[bytes, Job]] = OrderedDict()  # by owner, in turn
 
     def put(self, job: Job) -> None:
-        """Add a job behind the others of its owner."""
+        """Add a job behind its owner's others."""
         self._waiting.setdefault(job.owner, {})[job.key] = job
 
     def take(self) -> Job | None:

@@ -1,7 +1,8 @@
 """Converts grammars in Lark's syntax to xgrammar's EBNF, plain or escaped as in JSON.
 
-Lark reads the grammar. Each use of a terminal becomes an expression of its own, so that xgrammar
-knows what follows it. Priorities and aliases do not matter, because only the set of texts counts.
+Lark reads the grammar. Each use of a terminal becomes a separate expression, so that xgrammar knows
+the characters after it. Priorities and aliases do not matter, because they do not change the
+matching texts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
     from lark.lexer import TerminalDef
 
 START = "start"
-# The end of Lark's own ESCAPED_STRING, and the same without a look-behind.
+# The end in Lark's own ESCAPED_STRING, and the same without a look-behind.
 _QUOTED, _QUOTED_AGAIN = r'.*?(?<!\\)(\\\\)*?"', r'([^"\\\n]|\\.)*"'
 
 
 def lark_as_ebnf(definition: str, writing: Writing) -> str:
-    """Return the EBNF grammar for the texts of a Lark grammar's rule `start`.
+    """Return the EBNF grammar for a Lark grammar, from its rule `start`.
 
     Raises:
         RequestError: the grammar is invalid, or a terminal has no counterpart in EBNF.

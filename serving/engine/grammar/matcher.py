@@ -7,7 +7,7 @@ may end it when the grammar is complete, and must end it when nothing else can f
 Matchers are made in threads, because xgrammar takes seconds to import, half a second to read a
 large vocabulary, and tens of ms to compile a grammar. Meanwhile the engine core serves other
 requests. The API process checks each grammar (compiler.py) and sends it once; the core keeps it
-while there is room. Grammars that take long have a thread of their own.
+while there is room. Slow grammars have a separate thread.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 
 
 class Matcher(Protocol):
-    """Follows one request, and knows which tokens may come next.
+    """Follows one request, and knows its allowed next tokens.
 
     Attributes:
-        mask: int32[ceil(V / 32)]; tokens that may come next, see StepInput.token_mask.
+        mask: int32[ceil(V / 32)]; allowed next tokens, see StepInput.token_mask.
     """
 
     mask: Int32
@@ -58,7 +58,7 @@ class Matcher(Protocol):
         """True if nothing can follow, and there is no end token to sample."""
 
     def advance(self, token: int) -> str | None:
-        """Accept the next token, which is not an end token; returns an error, if any.
+        """Accept the next token (no end token); returns an error, if any.
 
         An error only concerns this request.
         """
@@ -134,7 +134,7 @@ class GrammarMatcher:
 
 
 def mask_of(token_ids: Collection[int], vocab_size: int) -> Int32:
-    """Return a mask of exactly these tokens; ids beyond the vocabulary are left out."""
+    """Return a mask with exactly these tokens; ids beyond the vocabulary are left out."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     ids = np.fromiter(token_ids, np.int64, len(token_ids))
     bits[ids[(ids >= 0) & (ids < vocab_size)]] = True
@@ -142,7 +142,7 @@ def mask_of(token_ids: Collection[int], vocab_size: int) -> Int32:
 
 
 class GrammarMatchers:
-    """Makes the matchers of requests, in two threads: one for grammars that take long to compile.
+    """Makes requests' matchers, in two threads: one of them for slow grammars.
 
     Args:
         config: settings that name the tokenizer.

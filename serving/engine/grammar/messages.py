@@ -1,4 +1,4 @@
-"""Messages between the API process and the process that compiles grammars."""
+"""Messages between the API process and the compiler process for grammars."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     """The first message to the process.
 
     Attributes:
-        config: settings that name the tokenizer.
-        size: number of columns of the model's logits.
+        config: settings, with the tokenizer's name.
+        size: number of columns in the model's logits.
     """
 
     config: EngineConfig
@@ -32,7 +32,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         number: names this attempt.
         grammar: the grammar.
         seconds: maximum processor time.
-        nice: reduction of the priority of its process.
+        nice: nice value for its process.
     """
 
     number: int
@@ -52,11 +52,11 @@ class Answer(msgspec.Struct, frozen=True):
 
     Attributes:
         number: as in Start.
-        tag: the grammar as a structural tag of xgrammar.
-        size: bytes of the compiled grammar in memory.
+        tag: the grammar as xgrammar's structural tag.
+        size: the compiled grammar's bytes in memory.
         slow: compiling the tag again takes long.
         error: reason for rejecting the grammar.
-        fault: failure that the grammar did not cause.
+        fault: a failure with another cause than the grammar.
         late: the attempt took all its processor time.
         died: how the attempt's process died.
     """

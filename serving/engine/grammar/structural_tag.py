@@ -2,9 +2,9 @@
 
 So a schema has the same meaning alone, after a thought and as a tool's arguments. Each schema goes
 through json_schema.py and has the same limit on white space. A "grammar" may also be in Lark's
-syntax, or be a regular expression that xgrammar does not know inside a JSON text: then it has the
-fields `syntax` and `writing`. In errors both have the name in their field `of`, or else their place
-in the tag.
+syntax, or a regular expression inside a JSON text, unknown to xgrammar: then it has the fields
+`syntax` and `writing`. In errors both have the name in their field `of`, or else their place in the
+tag.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def as_format(grammar: Grammar, token_id: Callable[[str | int], int | None]) -> 
 
 
 def preceded(form: Format, before: str) -> Format:
-    """Put the format from Grammar.before or Grammar.header in front of a format, if it is there."""
+    """Put the format from Grammar.before or Grammar.header before a format, if it exists."""
     return {"type": "sequence", "elements": [json.loads(before), form]} if before else form
 
 
@@ -88,7 +88,7 @@ def tokens_replaced(form: Format, replace: Callable[[int], int]) -> Format:
 
 
 def _ebnf(node: Format, place: str) -> str:
-    """Return the EBNF of a grammar in another syntax, and take that syntax's fields off."""
+    """Return the EBNF for a grammar in another syntax, and remove that syntax's fields."""
     place = str(node.pop("of", place))[:80]
     convert = _SYNTAXES.get(node.pop("syntax"))
     writing = node.pop("writing", "plain")

@@ -1,9 +1,9 @@
 """Token filters: requests with `allowed_token_ids` or `bad_words`.
 
-Like a grammar matcher, a filter gives a mask of the tokens that may come next, and it can go with a
-grammar matcher. A bad word is a sequence of tokens: where the output ends with all but its last
-token, the last one is impossible. Source of this rule: vLLM's `apply_bad_words`. The same text from
-other tokens is still possible.
+Like a grammar matcher, a filter gives a mask with the allowed next tokens, and it can go with a
+grammar matcher. A bad word is a token sequence: after all its tokens but the last, the filter
+forbids the last token. Source for this rule: vLLM's `apply_bad_words`. The same text from other
+tokens is still possible.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class TokenFilter:
     """Follows a request with allowed tokens or bad words; see Matcher.
 
     Args:
-        vocab_size: V, number of columns of the model's logits.
-        allowed: int32[ceil(V / 32)], a mask of the only tokens that may occur; None allows all.
-        banned: sequences of tokens that must not occur.
-        end_token_ids: tokens that end the request.
+        vocab_size: V, number of columns in the model's logits.
+        allowed: int32[ceil(V / 32)], a mask with the allowed tokens; None allows all.
+        banned: forbidden token sequences.
+        end_token_ids: the request's end tokens.
         min_tokens: minimum number of tokens before an end token, unless nothing else can follow.
-        matcher: the request's grammar matcher, which applies `min_tokens` itself.
+        matcher: the request's grammar matcher; it applies `min_tokens` itself.
 
     Raises:
         RequestError: no token can come first.
@@ -97,7 +97,7 @@ class TokenFilter:
         self.mask = mask
 
     def _banned_now(self) -> list[int]:
-        """Return the last tokens of the sequences that are complete but for them."""
+        """Return the last tokens of all sequences that lack only this token."""
         if not self._output:
             return []
         return [

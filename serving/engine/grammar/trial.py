@@ -35,16 +35,16 @@ from weft.serving.engine.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_COMPILED = 32 << 20  # bytes of a compiled grammar in memory
-SLOW = 0.1  # seconds of processor time; a core must not let others wait for more
+MAX_COMPILED = 32 << 20  # a compiled grammar's bytes in memory
+SLOW = 0.1  # seconds processor time; a core must not let others wait for more
 MARKS = 256  # tokens in the small vocabulary for tokens named in a structural tag
 END = 256 + MARKS  # the small vocabulary's end token
 WALKS, STEPS = 4, 256
-MAX_ITEMS = 1 << 18  # items of Earley's algorithm in a walk; usual are 5,000, and 1e5 if wide
+MAX_ITEMS = 1 << 18  # Earley items in a walk; usual are 5,000, and 1e5 if wide
 MAX_CHAINS = 1 << 14  # see `_chains`, at one byte; usual are 10, and 1,000 if wide
-MAX_SECONDS = 8.0  # of processor time for all walks; the last resort: usual are 0.05
+MAX_SECONDS = 8.0  # processor time for all walks; the last resort: usual are 0.05
 
-# In xgrammar's account of a byte: one rule begins another.
+# In xgrammar's account for a byte: one rule begins another.
 _PREDICTION = re.compile(rb"The rule (\d+): \S+ predict the new rule (\d+): ")
 
 
@@ -95,7 +95,7 @@ class Compiler:
             return Answer(fault=str(error))
         except MemoryError:
             return _rejected(f"{param} takes too much memory to compile")
-        except Exception as error:  # noqa: BLE001  xgrammar's are of many kinds
+        except Exception as error:  # noqa: BLE001  xgrammar raises many kinds
             if "bad_alloc" in str(error):
                 return _rejected(f"{param} takes too much memory to compile")
             reason = _brief(str(error)) or "xgrammar gives no reason"
@@ -133,7 +133,7 @@ def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> No
                 raise RequestError(f"{param} allows no text, or it has dead ends")
             if allowed[0] == END:
                 break
-            # Half of the walks stay in a repetition for as long as they can.
+            # Half the walks stay in a repetition for as long as they can.
             if walk % 2 or not bits[token] or token == END:
                 token = int(rng.choice(allowed[allowed < END]))
             account = _accept(matcher, token, stderr)
@@ -147,7 +147,7 @@ def _walk(grammar: xgrammar.CompiledGrammar, param: str, stderr: BinaryIO) -> No
 
 
 def _accept(matcher: xgrammar.GrammarMatcher, token: int, stderr: BinaryIO) -> bytes:
-    """Take a token, and return the matcher's account of it: about one line for each item."""
+    """Take a token, and return the matcher's account for it: about one line for each item."""
     stderr.truncate(0)
     stderr.seek(0)
     matcher.accept_token(token, debug_print=True)
@@ -156,7 +156,7 @@ def _accept(matcher: xgrammar.GrammarMatcher, token: int, stderr: BinaryIO) -> b
 
 
 def _chains(account: bytes) -> int:
-    """Count the pairs of predictions at one byte in which a rule is begun and begins another.
+    """Count pairs of predictions at one byte: one begins a rule, and this rule begins another.
 
     For a usual grammar the number does not grow with the text. When a rule begins itself in many
     places it grows with the square of the text's length, and a byte's time with the cube.
@@ -182,7 +182,7 @@ def _warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def _stderr() -> Iterator[BinaryIO]:
-    """A file to which all of this process's stderr goes."""
+    """A file for all this process's stderr."""
     sys.stderr.flush()
     with open(os.memfd_create("stderr"), "w+b", buffering=0) as file:
         stderr = os.dup(2)

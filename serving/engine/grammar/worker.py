@@ -1,8 +1,8 @@
-"""The process that compiles grammars: it forks a process for each attempt.
+"""The compiler process for grammars: it forks a process for each attempt.
 
 Compiling runs C++ on a client's text. It may take forever, all the memory, or the whole stack. Each
-attempt therefore has a process of its own, with limits. The tokenizer is loaded once, before the
-forks, so a fork takes 15 to 30 ms of processor time.
+attempt therefore has a separate process, with limits. The tokenizer is loaded once, before the
+forks, so a fork takes 15 to 30 ms processor time.
 
 This process must have a single thread, because a fork copies no others. It ends when its stdin
 ends. Both pipes carry messages from `messages.framed`.
@@ -35,12 +35,12 @@ _PR_SET_PDEATHSIG = 1  # prctl: a signal for this process when its parent dies
 
 @dataclass
 class _Attempt:
-    """A forked process that compiles a grammar.
+    """A forked process for compiling a grammar.
 
     Attributes:
         number: as in Start.
         pid: the process.
-        file: the memory to which it writes its answer.
+        file: the memory for its answer.
     """
 
     number: int
@@ -53,8 +53,8 @@ class Worker:
 
     Args:
         compiler: compiles in the forked processes.
-        orders: unbuffered stream of Start and Stop.
-        out: stream of answers.
+        orders: unbuffered stream with Start and Stop.
+        out: stream for answers.
     """
 
     def __init__(self, compiler: Compiler, orders: BinaryIO, out: BinaryIO) -> None:
@@ -124,7 +124,7 @@ class Worker:
             os._exit(status)
 
     def _end(self, attempt: _Attempt, pidfd: int) -> None:
-        """Pass on the result of an attempt that has ended."""
+        """Pass on an ended attempt's result."""
         self._selector.unregister(pidfd)
         os.close(pidfd)
         del self._attempts[attempt.number]

@@ -38,7 +38,7 @@ class Request:
         cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before.
         known_keys: prefix-cache keys of the first blocks, as far as they were needed.
         wants_logprobs: the request asked for log probabilities of its tokens or of its prompt.
-        matcher: restricts the tokens; it has accepted all tokens that have come back.
+        matcher: restricts the tokens; it has accepted all returned tokens.
         arrival: time.monotonic() at the request's arrival.
         queued: seconds until the first admission; None before, and once sent.
         ended: no further output is sent; a step in flight may still name the slot.

@@ -150,7 +150,7 @@ class _JoinSession:
     engines: dict[int, threading.Thread] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # When `close` shuts one end, the other one is readable in all threads of engines.
+        # When `close` shuts one end, the other one is readable in all engine threads.
         self._closing, self._interrupt = socket.socketpair()
 
     def serve(
@@ -158,7 +158,7 @@ class _JoinSession:
     ) -> bool:
         """Follow the controller's messages; return True on `End`, False on a lost connection.
 
-        It also returns False when one of the `interrupts` is readable.
+        It also returns False when any of `interrupts` is readable.
         """
         with suppress(OSError, msgspec.DecodeError):  # connection lost, or invalid message
             address = self.address or link.own_address
@@ -267,7 +267,7 @@ class _RankGroup:
     def run(self, interrupts: Sequence[socket.socket]) -> bool:
         """Run until the ranks have ended; return whether the controller has ended them.
 
-        When one of the `interrupts` is readable, kill the ranks and return False.
+        When any of `interrupts` is readable, kill the ranks and return False.
         """
         node = self._node
         poller = zmq.Poller()

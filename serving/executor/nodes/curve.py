@@ -1,9 +1,9 @@
-"""Keys and options of the ZeroMQ sockets between nodes.
+"""Keys and options for the ZeroMQ sockets between nodes.
 
-The sockets use CURVE (CurveZMQ, RFC 26): both sides prove that they have their keys, and everything
-after that is encrypted. Each connection has temporary keys of its own, so a recording can neither
-be replayed nor be decrypted later. Both sides derive two key pairs from the group's token: one for
-the head, one for the joining nodes. Only the token needs to be distributed.
+The sockets use CURVE (CurveZMQ, RFC 26): both sides prove possession of their keys, and everything
+afterwards is encrypted. Each connection has its own temporary keys, so a recording can neither be
+replayed nor be decrypted later. Both sides derive two key pairs from the group's token: one for the
+head, one for the joining nodes. Only the token needs to be distributed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class KeyPair(NamedTuple):
-    """A Curve25519 key pair in Z85, ZeroMQ's text form of keys."""
+    """A Curve25519 key pair in Z85, ZeroMQ's text form for keys."""
 
     public: bytes
     secret: bytes
@@ -98,7 +98,7 @@ def _key_pair(secret: bytes) -> KeyPair:
 
 
 def authenticate(context: Context, keys: Keys) -> ThreadAuthenticator:
-    """Start the thread that admits only nodes with the right key to the sockets of a context."""
+    """Start the thread that authenticates nodes for the sockets of a context."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(DOMAIN, _OnlyNodes(keys.node.public))
@@ -106,7 +106,7 @@ def authenticate(context: Context, keys: Keys) -> ThreadAuthenticator:
 
 
 class _OnlyNodes:
-    """Credentials provider of a ThreadAuthenticator."""
+    """Credentials provider for a ThreadAuthenticator."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -117,7 +117,7 @@ class _OnlyNodes:
 
 
 def make_socket(context: Context, kind: int, patience: float) -> zmq.Socket[bytes]:
-    """Create a socket that counts a connection as lost after `patience` seconds of silence.
+    """Create a socket; after `patience` silent seconds, its connection counts as lost.
 
     TCP keepalive detects a node that vanishes without closing the connection. A lost connection is
     not opened again.
@@ -136,13 +136,13 @@ def make_socket(context: Context, kind: int, patience: float) -> zmq.Socket[byte
 
 
 def use_as_head(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Let the socket accept nodes that know the token; needs `authenticate`."""
+    """Let the socket accept nodes with the token; needs `authenticate`."""
     socket.curve_secretkey = keys.head.secret
     socket.curve_server = True
     socket.zap_domain = DOMAIN.encode()
 
 
 def use_as_node(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Let the socket connect to a head that knows the token."""
+    """Let the socket connect to a head with the token."""
     socket.curve_publickey, socket.curve_secretkey = keys.node
     socket.curve_serverkey = keys.head.public

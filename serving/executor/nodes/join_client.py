@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JoinClient:
-    """Client of a controller's join ports; see link.py for the messages.
+    """Client for a controller's join ports; see link.py for the messages.
 
     Attributes:
         context: owner of all sockets.
-        host: address of the controller.
-        keys: keys of the group.
-        name: name of this node.
+        host: the controller's address.
+        keys: the group's keys.
+        name: this node's name.
     """
 
     context: Context
@@ -44,7 +44,7 @@ class JoinClient:
     name: str
 
     def join_as_soon_as_possible(self, port: int) -> Link[ToAgent]:
-        """Join as soon as the controller listens; log why that fails until then.
+        """Join as soon as the controller listens; log the failures until then.
 
         Raises:
             ConfigError: see `join`.
@@ -68,7 +68,7 @@ class JoinClient:
             time.sleep(RETRY_PAUSE)
 
     def join(self, port: int) -> Link[ToAgent]:
-        """Knock at a join port, and connect to the port that the controller opens for this node.
+        """Knock at a join port, and connect to the controller's new port for this node.
 
         Raises:
             OSError: nobody answers there.

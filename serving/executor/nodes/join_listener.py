@@ -1,11 +1,11 @@
 """The port where other nodes join; anybody on the network may connect to it.
 
-    connects ──► proves that it knows the token ──► sends Knock ──► gets Welcome, with a port
+    connects ──► proves knowledge of the token ──► sends Knock ──► gets Welcome, with a port
     connects to that port                       ──► sends Hello ──► JoinedNode
 
 Each line must be done within HANDSHAKE_TIMEOUT seconds; else the connection is rejected. ZeroMQ
-does the handshakes in a thread of its own. A silent, slow or invalid peer therefore never keeps
-another node from joining. Too many of them end the oldest, so they cannot take all descriptors.
+does the handshakes in a separate thread. A silent, slow or invalid peer therefore never keeps
+another node from joining. Too many connections end the oldest, so descriptors never run out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _PendingNode:
-    """A node that knows the token, from its `Knock` to its `Hello`."""
+    """A node with the token, from its `Knock` to its `Hello`."""
 
     link: Link[FromAgent]
     knock: Knock
@@ -81,8 +81,8 @@ class JoinListener:
         patience: seconds without a sign of life from a node until its connection counts as lost.
 
     Attributes:
-        port: port of the listener.
-        token: token that nodes must know.
+        port: the listener's port.
+        token: the nodes' token.
 
     Raises:
         ConfigError: the address or the port is not available, the token is too short, or libzmq
@@ -116,8 +116,8 @@ class JoinListener:
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         self._authenticator = authenticate(context, self._keys)
-        self._strangers: dict[int, None] = {}  # descriptors of connections before their Knock
-        self._failures = 0  # logged failures whose connection has not ended yet
+        self._strangers: dict[int, None] = {}  # descriptors for connections before their Knock
+        self._failures = 0  # logged failures with an open connection
         self._pending: list[_PendingNode] = []
         self._knocks = msgspec.msgpack.Decoder(Knock)
         try:
@@ -155,7 +155,7 @@ class JoinListener:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """All sockets; one of them is readable when `accept` has something to do."""
+        """All sockets; one is readable when `accept` has something to do."""
         links = [each for pending in self._pending for each in pending.link.sockets]
         return [self._socket, self._monitor, *links]
 
@@ -202,7 +202,7 @@ class JoinListener:
         return None
 
     def _answer(self) -> None:
-        """Answer a message from a peer that knows the token."""
+        """Answer a message from a peer with the token."""
         peer, frame, *_ = self._socket.recv_multipart(copy=False)
         self._read_monitor()  # knows this connection by now
         self._strangers.pop(int(frame.get(zmq.SRCFD)), None)
@@ -248,7 +248,7 @@ class JoinListener:
                     self._log_failure("it has hung up")
                 case zmq.EVENT_DISCONNECTED if value in self._strangers:
                     del self._strangers[value]
-                    if not self._failures:  # what came first was no handshake
+                    if not self._failures:  # the first bytes were no handshake
                         self._log_failure("it is not from `weft join`")
                     self._failures -= 1
 

@@ -1,4 +1,4 @@
-"""Connections between the nodes of one model.
+"""Connections between one model's nodes.
 
     joining node                          controller
     Knock                ──► join port    compares versions (join_listener.py)
@@ -61,7 +61,7 @@ Message = TypeVar("Message")
 
 
 class HandshakeError(ConnectionError):
-    """A handshake that the other side ended: it has another token, or it is going away."""
+    """A handshake ended by the other side: it has another token, or it is going away."""
 
 
 class Link(Generic[Message]):
@@ -69,13 +69,13 @@ class Link(Generic[Message]):
 
     Args:
         context: owner of the socket.
-        kind: type of the ZeroMQ socket.
+        kind: the ZeroMQ socket's type.
         receives: type of the received messages.
-        patience: seconds without a sign of life until the connection counts as lost.
+        patience: silent seconds until the connection counts as lost.
         events: events for ZeroMQ to report.
 
     Attributes:
-        sockets: one of them is readable when there is something to receive.
+        sockets: one is readable when there is something to receive.
         has_ended: True if nothing more can be received.
         own_address: this node's address, as used by the other node.
     """
@@ -90,7 +90,7 @@ class Link(Generic[Message]):
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(receives)
         self.has_ended = False
         self.own_address = ""
-        self._descriptor: int | None = None  # of the TCP connection, once the other node is known
+        self._descriptor: int | None = None  # the TCP connection's, once the other node is known
 
     @classmethod
     def listen(
@@ -102,7 +102,7 @@ class Link(Generic[Message]):
 
         Args:
             address: address to listen at; None means all addresses.
-            keys: keys of the group.
+            keys: the group's keys.
 
         Raises:
             zmq.ZMQError: there are too many sockets.
@@ -167,7 +167,7 @@ class Link(Generic[Message]):
                     raise HandshakeError(0, "it has ended the handshake")
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise ConfigError("--node-token is not the token of that server")
-                case zmq.EVENT_DISCONNECTED:  # what came first was no handshake
+                case zmq.EVENT_DISCONNECTED:  # the first bytes were no handshake
                     raise ConfigError("the server there is not this version of weft with --nodes")
                 case zmq.EVENT_CLOSED:
                     raise ConnectionError(0, "nothing accepts connections there")
@@ -231,8 +231,8 @@ class Link(Generic[Message]):
     ) -> Message | None:
         """Wait for a message and receive it.
 
-        Returns None at the end of the connection, after `timeout` seconds, or if one of the
-        `interrupts` is readable.
+        Returns None at the connection's end, after `timeout` seconds, or if any of `interrupts` is
+        readable.
         """
         poller = zmq.Poller()
         for each in (*self.sockets, *interrupts):
@@ -271,7 +271,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def port_of(bound: zmq.Socket[bytes]) -> int:
-    """Return the port of a bound socket."""
+    """Return a bound socket's port."""
     return int(bound.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 

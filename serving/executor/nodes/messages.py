@@ -19,8 +19,8 @@ class Knock(msgspec.Struct, frozen=True, tag=True):
     """Agent -> join port: the first message. It never changes, so any two versions understand it.
 
     Attributes:
-        name: name of the node.
-        versions: versions of libraries that must be the same on all nodes.
+        name: the node's name.
+        versions: library versions, the same on all nodes.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         port: port for this node alone.
-        patience: seconds without a sign of life until the connection counts as lost.
+        patience: silent seconds until the connection counts as lost.
     """
 
     port: int
@@ -215,7 +215,7 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     """Agent -> controller: the answer to `Listen`.
 
     Attributes:
-        ticket: random bytes that the other node must send first.
+        ticket: random bytes for the other node to send first.
     """
 
     port: int

@@ -215,7 +215,7 @@ class NodePool:
 
         Args:
             now: time.monotonic().
-            late: seconds by which this heartbeat is late.
+            late: this heartbeat's delay in seconds.
         """
         for node in [*self._nodes]:
             # While this process was paused, the other machine may have been paused as well.

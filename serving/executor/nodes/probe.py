@@ -2,8 +2,8 @@
 
 One node listens at a free port of its address for a single connection. The other one connects,
 sends some bytes back and forth, then sends as much as it can for a while. First it sends a ticket,
-random bytes that it got from the controller: another program there would not echo them. Like the
-traffic between ranks, all this is plain TCP.
+random bytes from the controller: another program there would not echo them. Like the traffic
+between ranks, all this is plain TCP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TICKET = 32
 
 
 def listen(address: str) -> tuple[socket.socket, Listening]:
-    """Open a socket that waits for one connection; return it with its port and ticket."""
+    """Open a socket for one connection; return it with its port and ticket."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     listener.settimeout(WAIT)
@@ -40,7 +40,7 @@ def listen(address: str) -> tuple[socket.socket, Listening]:
 
 
 def answer_probe(listener: socket.socket, ticket: bytes) -> None:
-    """Let one other node, which has the ticket, measure the link to this one."""
+    """Let one other node, with the ticket, measure the link to this one."""
     with closing(listener):
         try:
             sock, _ = listener.accept()

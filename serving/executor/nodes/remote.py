@@ -41,7 +41,7 @@ forever. Larger multiples hide the network round trip.
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A joined node, waiting for messages, and the versions of its libraries."""
+    """A joined node, waiting for messages, and its library versions."""
 
     link: Link[FromAgent]
     hello: Hello

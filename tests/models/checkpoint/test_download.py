@@ -1,4 +1,4 @@
-"""Downloads from a hub that the test runs, and from object storage, into a cache of their own."""
+"""Downloads from the test's own hub and from object storage, into a temporary cache."""
 
 from __future__ import annotations
 
@@ -452,7 +452,7 @@ def test_a_partial_copy_of_object_storage_continues(
 
 
 def copy_of(environment: dict[str, str], url: str) -> str:
-    """Return the directory for the copy of a bucket's folder."""
+    """Return the directory for the copy from a bucket."""
     code = f"from weft.models.checkpoint.locate import remote; print(remote({url!r}).copy)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)

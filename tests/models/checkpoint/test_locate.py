@@ -24,7 +24,7 @@ from weft.models.checkpoint.locate import (
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A directory that looks like a checkpoint."""
+    """A directory with a checkpoint's file names."""
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text("{}")

@@ -156,7 +156,7 @@ def test_fused_experts_are_those_of_separate_tensors(
 
 
 def _fused(path: Path, into: Path) -> Path:
-    """Save a checkpoint in the form that transformers 5 has in memory."""
+    """Save a checkpoint in transformers 5's in-memory form."""
     model = AutoModelForCausalLM.from_pretrained(path)
     model.save_pretrained(into, save_original_format=False)
     return into

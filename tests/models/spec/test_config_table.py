@@ -1,4 +1,4 @@
-"""The table of config.json's fields agrees with weft's own reading and with transformers'."""
+"""The field table for config.json agrees with weft's own reading and with transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ families = pytest.mark.parametrize("model_type", ARCHITECTURES)
 
 
 class Recorder(dict[str, Any]):
-    """A config that records the names that are read."""
+    """A config for recording the names of its reads."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
@@ -99,7 +99,7 @@ def test_the_table_has_every_field_that_transformers_reads(model_type: str) -> N
     used = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
     used |= set(re.findall(r"getattr\(\w*config, \"([a-z_]+)\"", source))
     used |= set(re.findall(r"self\.([a-z_]+)\b(?!\()", source_of(configuration)))
-    used -= {"json", "default_theta"}  # a file's name, and a constant of the class
+    used -= {"json", "default_theta"}  # a file's name, and a class constant
     methods = {name for name in used if callable(getattr(config, name, None))}
     assert {"rms_norm_eps", "attention_chunk_size"} <= used
     names = (set(config.to_dict()) | used) - methods

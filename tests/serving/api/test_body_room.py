@@ -1,4 +1,4 @@
-"""Bodies that arrive share a room: huge ones are refused before they take that of the others."""
+"""Arriving bodies share a room: huge bodies are refused before they take the others' share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY = 32 * MIB
 
 
 def fill(body: ArrivingBody, size: int) -> None:
-    """Add parts of 64 KiB."""
+    """Add parts with 64 KiB each."""
     for _ in range(size // LARGE):
         body.add(bytes(LARGE))
 
@@ -77,7 +77,7 @@ HEAD = (
 
 
 def test_held_bodies_do_not_fill_the_memory(mock: Server) -> None:
-    """Thirty clients send most of a body, and keep the rest. Others are served meanwhile."""
+    """Thirty clients send most of their body, and keep the rest. Others are served meanwhile."""
     process = psutil.Process(mock.process.pid)
     before = process.memory_info().rss
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def test_held_bodies_do_not_fill_the_memory(mock: Server) -> None:
         assert set(statuses) == {b"400", b"429"}
         assert statuses.count(b"429") >= 30 - ROOM // (BODY - MIB)
     deadline = time.monotonic() + TIMEOUT
-    while complete(mock, BODY - MIB) == 429:  # until the server has noticed that they are gone
+    while complete(mock, BODY - MIB) == 429:  # until the server notices their end
         assert time.monotonic() < deadline
 
 

@@ -142,7 +142,7 @@ async def test_a_large_body_is_read_in_a_thread(
 
 
 async def test_heavy_requests_take_turns_and_others_pass_them() -> None:
-    """Even if there are more of them than threads."""
+    """Even if there are more requests than threads."""
     state = ServerState("echo")
     release = threading.Event()
     running = most = 0

@@ -206,7 +206,7 @@ async def test_a_client_that_goes_is_noticed_by_all_its_requests(app: App, port:
     assert app.asked == ["/a"]
 
 
-# What no server may take.
+# Requests for every server to refuse.
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ async def test_the_connection_that_waits_longest_makes_room(
 
 
 async def test_requests_under_way_need_no_room(app: App, two_wait: None, port: int) -> None:
-    """However many there are; a connection that has its answer waits again."""
+    """With any number of requests; after its answer, a connection waits again."""
     under_way = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
     for _ in range(3):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -306,7 +306,7 @@ async def test_requests_under_way_need_no_room(app: App, two_wait: None, port: i
             await asyncio.sleep(0.01)
     answers = [reader.readuntil(b"done /a;") for reader, _ in under_way[2:]]
     assert len(await asyncio.gather(*answers)) == 3
-    # Now five wait: the two that were first, and one of the others, must go.
+    # Now five wait: the first two, and one other, must go.
     gone = [await asyncio.wait_for(reader.read(), 60) for reader, _ in under_way[:3]]
     assert gone == [b"", b"", b""]
     reader, writer = under_way[-1]

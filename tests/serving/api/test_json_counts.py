@@ -1,4 +1,4 @@
-"""The values of a JSON text are counted as a reader would find them, and too many are refused."""
+"""A JSON text's values are counted as a reader would find them, and too many are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 
 def counted(value: Any) -> tuple[Counts, int]:
-    """The numbers in a value, and of them its empty containers."""
+    """The counts in a value, and its number of empty containers."""
     containers, texts, values, empty = 0, int(isinstance(value, str)), 1, 0
     if isinstance(value, list | dict):
         containers, empty = 1, int(not value)
@@ -83,7 +83,7 @@ def test_too_many_values_are_refused_before_they_are_read(
 
 
 def test_as_many_as_the_limit_are_read(echo: Server) -> None:
-    """Numbers in a list take the least time, so that the prompt may be as long as any context."""
+    """Numbers in a list take the least time, so the prompt may be as long as any context."""
     data = many("5", LIMITS.values - 8)
     answer = echo.http.post(
         "/v1/completions", content=data, headers={"content-type": "application/json"}

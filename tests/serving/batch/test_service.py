@@ -411,7 +411,7 @@ def test_what_a_server_that_was_killed_has_left_is_removed(tmp_path: Path) -> No
 
 
 async def test_a_file_that_has_expired_is_removed(engine: AsyncEngine, tmp_path: Path) -> None:
-    """No client finds it; a batch that reads it still does, and its other files stay."""
+    """No client finds it; a batch can still read it, and its other files stay."""
     store = Store(tmp_path)
     for name in ("read", "old", "lasts", "young"):
         upload(store, name, [row(str(i), max_tokens=40) for i in range(40)])

@@ -1,4 +1,4 @@
-"""The first lines about a checkpoint: what is wrong with it, or what weft does not use."""
+"""The first lines about a checkpoint: its faults, or its unused parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(origin: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """A copy for changes by a test."""
     return copytree(origin, tmp_path / "m")
 
 

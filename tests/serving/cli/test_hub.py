@@ -1,4 +1,4 @@
-"""`weft serve OWNER/NAME` and the other commands, with a hub that the test runs."""
+"""`weft serve OWNER/NAME` and the other commands, with the test's own hub."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_config_shows_what_defaults_come_to(run: Run) -> None:
     assert cache["source"] == "default: what requests can use"
     log = run("generate", "Hi", "--max-tokens", "1", *flags).stderr
     assert re.search(rf"memory: KV cache +{human_bytes(cache['value'])} ", log)
-    # What is set stays, and a model that is not here says nothing.
+    # Settings with a value stay, and a missing model adds nothing.
     found = json.loads(
         run("config", "--json", "--max-model-len", "64", "--dtype", "float32").stdout
     )

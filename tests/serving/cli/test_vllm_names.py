@@ -1,4 +1,4 @@
-"""Flags of vLLM and llama.cpp: taken, or answered with what to do."""
+"""Flags from vLLM and llama.cpp: taken, or answered with advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "coming-from-vllm.md"
 
 
 def parsed(*arguments: str) -> dict[str, object]:
-    """Return the flags of `weft serve`, before they are checked."""
+    """Return `weft serve`'s flags, before they are checked."""
     return weft.commands["serve"].make_context("serve", list(arguments)).params
 
 

@@ -29,7 +29,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that thinks, calls tools and answers from `tool_loop.SCRIPT`."""
+    """A model with thoughts, tool calls and answers from `tool_loop.SCRIPT`."""
     path = tmp_path_factory.mktemp("scripted")
     model = echo_runner.write_script(path / "scripted", tool_loop.SCRIPT)
     with start_server(model, path, loader=echo_runner.LOADER, api_key=KEY) as server:

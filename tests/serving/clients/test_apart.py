@@ -1,4 +1,4 @@
-"""litellm, LangChain's agents and lm-eval, in the environment that `make test-clients` makes."""
+"""litellm, LangChain's agents and lm-eval, in the environment from `make test-clients`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ print(json.dumps({
 }))
 """
 
-# Loops of agents; the arguments are the address, the key, the question and the functions.
+# Agent loops; the arguments are the address, the key, the question and the functions.
 LITELLM_LOOP = """
 import itertools, json, sys
 import litellm

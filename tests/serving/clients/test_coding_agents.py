@@ -1,4 +1,4 @@
-"""Coding agents that mend a file in a repository: Codex, opencode and aider.
+"""Coding agents mend a file in a repository: Codex, opencode and aider.
 
 A scripted model drives each agent for some turns. `make test-clients` installs the agents.
 """
@@ -72,7 +72,7 @@ def served(path: Path, key: str, script: list[tuple[str, str]], route: str) -> I
 
 @pytest.fixture
 def run(repository: Path, tmp_path: Path) -> Callable[..., str]:
-    """A function that runs an agent in the repository, without a network."""
+    """A function to run an agent in the repository, without a network."""
     home = tmp_path / "home"
     home.mkdir()
 
@@ -94,7 +94,7 @@ def run(repository: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 def assert_mended(repository: Path) -> None:
-    """The function is right; the rest of the repository is as before."""
+    """The function is right; all other files are as before."""
     assert (repository / "calc.py").read_text() == RIGHT
     assert (repository / "test_calc.py").read_text() == TEST
 
@@ -129,7 +129,7 @@ SHELL_PATCH = f"apply_patch <<'EOF'\n{PATCH}EOF"
 def test_codex(
     repository: Path, run: Callable[..., str], tmp_path: Path, key: str, patch: str
 ) -> None:
-    """The tools are functions; with a catalog of models, the patch is free text in a grammar."""
+    """The tools are functions; with a model catalog, the patch is free text in a grammar."""
     script = [
         ("PASSED", "The sum is right."),
         ("Success", call("exec_command", cmd=RUN_TEST)),
@@ -226,7 +226,7 @@ def test_aider(repository: Path, run: Callable[..., str], tmp_path: Path, key: s
 
 
 def edit(old: str, new: str) -> str:
-    """Return a change of calc.py in aider's form."""
+    """Return a change to calc.py in aider's form."""
     return (
         "calc.py\n```python\n"
         f"<<<<<<< SEARCH\n    return {old}\n=======\n    return {new}\n>>>>>>> REPLACE\n```\n"

@@ -1,4 +1,4 @@
-"""The progress of a download: a bar on a terminal, else lines."""
+"""A download's progress: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Chat templates: which arguments switch a model's thought, in the ways of several families.
+"""Chat templates: the arguments for switching a model's thinking, in several families.
 
-The templates are the parts of real ones that deal with thoughts.
+The templates are excerpts from real ones: the parts for thoughts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of requests: settings that many requests share are checked, and sent, in a small form."""
+"""Checks of requests: common settings are checked once, and sent in a small form."""
 
 from __future__ import annotations
 

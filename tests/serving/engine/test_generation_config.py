@@ -1,4 +1,4 @@
-"""Sampling defaults of a checkpoint: read, refused, and in force everywhere."""
+"""A checkpoint's sampling defaults: read, refused, and in force everywhere."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_python_class_uses_them(checkpoint: Path) -> None:
 
 
 def texts(http: httpx.Client, url: str, body: dict[str, Any]) -> set[str]:
-    """Return the different answers of three tries; each draws its own seed."""
+    """Return the different answers from three tries; each draws its own seed."""
     found = set()
     for _ in range(3):
         answer = http.post(url, json=body)

@@ -1,4 +1,4 @@
-"""Measurements on the stream of an answer, and vLLM's names for metrics."""
+"""Measurements on an answer's stream, and vLLM's names for metrics."""
 
 from __future__ import annotations
 

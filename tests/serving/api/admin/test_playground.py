@@ -11,7 +11,7 @@ from weft.serving.api.admin import playground
 from weft.serving.api.app import build_app
 from weft.serving.api.state import ServerState
 
-MAX_SIZE = 80_000  # bytes of all files but marked's
+MAX_SIZE = 80_000  # bytes in all files but marked's
 
 
 def test_the_headers_allow_nothing_from_elsewhere(http: httpx.Client) -> None:

@@ -472,7 +472,7 @@ def test_the_page_of_routes_asks_for_a_key(browser: Browser, tmp_path: Path) -> 
 
 
 def said(page: Page, text: str) -> Locator:
-    """Have the model say a text; returns what the page makes of it."""
+    """Have the model say a text; returns the page's rendering."""
     ask(page, text)
     answered(page)
     return page.locator(".answer .text").last
@@ -600,12 +600,12 @@ def test_nothing_that_a_model_says_runs_or_leads_astray(browser: Browser, echoin
                 assert address is None or address.startswith("https://example.com/"), attack
         assert page.evaluate("typeof hacked") == "undefined"
         expect(page.locator(".answer")).to_have_count(len(HOSTILE))
-        # The reader sees the text that the model wrote.
+        # The reader sees the model's own text.
         expect(page.locator(".answer .text").first).to_have_text(HOSTILE[0])
 
 
 def test_a_page_cannot_make_nodes_of_html(browser: Browser, echoing: Server) -> None:
-    """The last line of defence: the browser refuses it, whatever a script of the page does."""
+    """The last line of defence: the browser refuses it, independent of the page's scripts."""
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(echoing.url)

@@ -1,6 +1,6 @@
-"""Agents: Anthropic's SDK in its loop with tools, and the requests of Claude Code.
+"""Agents: Anthropic's SDK in its tool loop, and Claude Code's requests.
 
-The model says what the last message says, so tool results script the conversation.
+The model repeats the last message, so tool results script the conversation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def client(echo: Server) -> Iterator[anthropic.Anthropic]:
 def test_the_loop_of_the_sdk(
     client: anthropic.Anthropic, stream: bool, thread: Literal[False] | None
 ) -> None:
-    """Two calls with thoughts, then text. The loop begins with a thread, which weft has not."""
+    """Two calls with thoughts, then text. The loop begins with a thread; weft has no threads."""
     script = [f"<think>second</think>{call('add', a=3, b=4)}", "the sum is 7"]
     added = []
 
@@ -160,7 +160,7 @@ TOOLS = [
 
 
 def claude_code(messages: list[Any], **fields: Any) -> dict[str, Any]:
-    """A request of Claude Code 2.1.197, shortened, with fields of other versions."""
+    """A request from Claude Code 2.1.197, shortened, with fields from other versions."""
     return {
         "model": "echo",
         "max_tokens": 3000,

@@ -25,7 +25,7 @@ SLOW_MOCK = "support.mock_runner:load_slowly"
 
 @pytest.fixture(scope="module")
 def batcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a model that says what the last message says, with two keys."""
+    """A server with two keys; its model repeats the last message."""
     path = tmp_path_factory.mktemp("batcher")
     model = echo_runner.write_echo(path / "echo", marks="<tool_call>")
     settings = {"api_key": ",".join(KEYS), "state_dir": str(path / "state")}
@@ -170,7 +170,7 @@ def test_what_is_refused(client: anthropic.Anthropic, requests: Any, words: str)
 
 
 def test_a_batch_of_the_other_api_is_not_there(batcher: Server) -> None:
-    """But a file of OpenAI's form may have rows of Messages, whose errors have their own shape."""
+    """But a file in OpenAI's form may have Messages rows; their errors have Anthropic's shape."""
     with openai.OpenAI(base_url=f"{batcher.url}/v1", api_key=KEYS[0], max_retries=0) as client:
         rows = [
             {"custom_id": each["custom_id"], "url": "/v1/messages", "body": each["params"]}
@@ -199,7 +199,7 @@ def test_a_batch_of_the_other_api_is_not_there(batcher: Server) -> None:
 
 
 def test_a_cancelled_batch(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each request has a result: an answer, or that it did not run."""
+    """Each request has a result: an answer, or its cancellation."""
     path = tmp_path_factory.mktemp("cancelled")
     model = write_byte_level(path / "mock")
     with (
@@ -228,7 +228,7 @@ def test_a_cancelled_batch(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_requests_that_did_not_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In a batch that has expired, and in one that failed."""
+    """In an expired batch, and in a failed batch."""
     store = Store(tmp_path_factory.mktemp("store"))
     lines = {
         "output": {"custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": None},

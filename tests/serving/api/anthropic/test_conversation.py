@@ -33,7 +33,7 @@ def body(**fields: Any) -> MessagesRequest:
 
 
 def seen(messages: list[Any], templates: ChatTemplates = PLAIN, **fields: Any) -> str:
-    """What the template writes."""
+    """The template's text."""
     asked = conversation(body(messages=messages, **fields), templates)
     shown = [message.model_dump(exclude_none=True) for message in asked.messages]
     for message in shown:

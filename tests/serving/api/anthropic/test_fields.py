@@ -1,4 +1,4 @@
-"""Every field of Messages: docs/api.md has a table, and the server does as it says."""
+"""Every Messages field: the server agrees with the table in docs/api.md."""
 
 from __future__ import annotations
 

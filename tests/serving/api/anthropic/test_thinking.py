@@ -1,6 +1,6 @@
-"""Thinking in Anthropic's terms: the model says what the last message says.
+"""Thinking in Anthropic's terms: the model repeats the last message.
 
-The prompt ends with what the template writes for the answer, so its length shows the switch.
+The prompt ends with the template's text for the answer, so its length shows the switch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ASKED: Any = [{"role": "user", "content": "first</think>then"}]
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """Servers of models with a switch, with efforts, and without thoughts."""
+    """Servers for models with a switch, with efforts, and without thoughts."""
     path = tmp_path_factory.mktemp("thinking")
     for name, template in TEMPLATES.items():
         write_byte_level(path / name, ["<think>", "</think>"], chat_template=template)
@@ -41,7 +41,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 
 
 def extra(server: Server, **fields: Any) -> int:
-    """The number of the prompt's tokens after the message, by both routes."""
+    """The prompt's token count after the message, by both routes."""
     body = {"model": server.model, "messages": ASKED} | fields
     response = server.http.post("/v1/messages/count_tokens", json=body)
     assert response.status_code == 200, response.text

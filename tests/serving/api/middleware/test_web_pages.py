@@ -1,4 +1,4 @@
-"""Requests of web pages: foreign pages change nothing, and no name but the server's own works."""
+"""Requests from web pages: foreign pages change nothing, and only the server's own names work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVIL = "https://evil.example"
 
 
 async def answer(config: ServerConfig, method: str = "POST", **headers: str) -> str:
-    """What the guard says: the error, or "" if the request passes."""
+    """The guard's error, or "" if the request passes."""
     sent: list[Any] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,7 +206,7 @@ def test_a_foreign_page_uploads_no_file(mock: Server) -> None:
 
 
 class EvilPage(BaseHTTPRequestHandler):
-    """Serves a page whose script posts to the server that the query names."""
+    """Serves a page; its script posts to the server in the query."""
 
     def do_GET(self) -> None:
         target = self.path.partition("?")[2]
@@ -228,7 +228,7 @@ class EvilPage(BaseHTTPRequestHandler):
 
 @needs_chromium
 def test_a_real_browser_says_what_page_it_is(mock: Server) -> None:
-    """A page on another port, and a page whose name points to this machine."""
+    """A page on another port, and a page with a name for this machine."""
     evil = ThreadingHTTPServer(("127.0.0.1", 0), EvilPage)
     Thread(target=evil.serve_forever, daemon=True).start()
     with chromium("--host-resolver-rules=MAP evil.example 127.0.0.1") as browser:
@@ -247,7 +247,7 @@ def test_a_real_browser_says_what_page_it_is(mock: Server) -> None:
 
 
 def test_behind_an_ingress_with_its_own_name(tmp_path: Path) -> None:
-    """With a key, any host is right, and the page of that host may write."""
+    """With a key, any host is right, and this host's page may write."""
     model = write_byte_level(tmp_path / "mock")
     keys: Any = {"api_key": "a secret key", "host": "0.0.0.0"}
     with start_server(model, tmp_path, loader=MOCK, **keys) as server:

@@ -211,7 +211,7 @@ def test_a_conversation_with_calls(http: httpx.Client) -> None:
 
 
 def test_fields_that_clients_add_to_calls_are_not_shown(http: httpx.Client) -> None:
-    """Streamed calls have an index. OpenAI's SDK and litellm add what they parsed."""
+    """Streamed calls have an index. OpenAI's SDK and litellm add parsed fields."""
     added = {"parsed": None, "provider_specific_fields": {"reasoning": "Hm."}}
 
     def length(**more: Any) -> int:

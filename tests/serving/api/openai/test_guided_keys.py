@@ -1,4 +1,4 @@
-"""A key has a bounded share of the grammars that wait, and cannot keep other keys out."""
+"""A key has a bounded share of the waiting grammars, and cannot keep other keys out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Thinking switched on and off, over HTTP. The model says what the last message says.
+"""Thinking switched on and off, over HTTP. The model repeats the last message.
 
-The prompt ends with what the template writes for the answer, so its length shows the switch.
+The prompt ends with the template's text for the answer, so its length shows the switch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN = HEAD + "{{ x }}"
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """Servers of models that can be switched, that always think, and that never think."""
+    """Servers for models with a switch, with permanent thinking, and without thinking."""
     path = tmp_path_factory.mktemp("thinking")
     found = {}
     for name, template in (("switched", SWITCHED), ("always", ALWAYS), ("plain", PLAIN)):
@@ -45,7 +45,7 @@ def body(said: str, **fields: Any) -> dict[str, Any]:
 
 
 def prompt(server: Server, **fields: Any) -> str:
-    """The end of the prompt, after the message."""
+    """The prompt's end, after the message."""
     tokens = server.http.post("/tokenize", json=body("hello", **fields))
     assert tokens.status_code == 200, tokens.text
     text = server.http.post("/detokenize", json={"tokens": tokens.json()["tokens"]}).json()

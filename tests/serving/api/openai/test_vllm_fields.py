@@ -1,4 +1,4 @@
-"""Fields of chats and completions that come from vLLM: what each does, and in which pairs."""
+"""vLLM's fields for chats and completions: each field's effect, alone and in pairs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_model_may_be_left_out(http: httpx.Client, path: str) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_token_ids(http: httpx.Client, path: str) -> None:
-    """In a stream, those of the events join to those of the answer."""
+    """In a stream, the ids from all events together are the answer's ids."""
     answer = post(http, path, return_token_ids=True, n=2)
     whole = [choice["token_ids"] for choice in answer["choices"]]
     assert answer["usage"]["completion_tokens"] == sum(map(len, whole))
@@ -245,7 +245,7 @@ def test_the_answer_continues_the_last_message(http: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def prefilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that says what the first message says, after what the last one says."""
+    """A model that repeats the first message. The prompt ends with the assistant's prefill."""
     path = tmp_path_factory.mktemp("prefilled")
     template = (
         f"{{# </think> #}}{echo_runner.START}{{{{ messages[0].content }}}}{echo_runner.END}"
@@ -363,7 +363,7 @@ def test_pairs_that_do_not_go_together(http: httpx.Client) -> None:
 
 
 def test_very_many_log_probabilities_of_prompts(http: httpx.Client) -> None:
-    """They are refused before anything is computed; the error names the field that asked."""
+    """They are refused before anything is computed; the error names the requesting field."""
     many: dict[str, Any] = {"n": 128, "prompt": [1] * 200}
     for fields in (
         {"prompt_logprobs": 20},

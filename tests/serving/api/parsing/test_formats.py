@@ -48,7 +48,7 @@ TOOLS = [
 SCHEMAS = {tool.name: tool.schema for tool in TOOLS}
 CALLS = [("weather", {"city": "Bad Ems", "days": 3}), ("timer", {"seconds": 60})]
 
-END = 256  # in a vocabulary of bytes
+END = 256  # in a byte vocabulary
 WRITTEN = {
     "openai": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     '{"city": "Bad Ems", "days": 3}<|end|><|start|>assistant<|channel|>commentary '
@@ -149,14 +149,14 @@ def with_content(form: str) -> str:
 
 @cache
 def compiler(marks: tuple[str, ...] = ()) -> xgrammar.GrammarCompiler:
-    """Return a compiler for a vocabulary of bytes and marks."""
+    """Return a compiler for a vocabulary with bytes and marks."""
     tokens = [*(bytes([i]) for i in range(END)), b"", *(b"\xff" + m.encode() for m in marks)]
     info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, stop_token_ids=[END])
     return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
 def admits(grammar: Grammar, text: str, marks: tuple[str, ...] = ()) -> bool:
-    """Return whether a grammar admits a text in which the marks are tokens."""
+    """Return whether a grammar admits a text, with marks as tokens."""
     form = preceded(as_format(grammar, lambda token: int(token)), grammar.before)
     matcher = xgrammar.GrammarMatcher(compiler(marks).compile_structural_tag(tag_of(form)))
     return all(matcher.accept_token(token) for token in tokens_of(text, marks))

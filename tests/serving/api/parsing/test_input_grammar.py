@@ -1,4 +1,4 @@
-"""A tool that takes a text: in every format its grammar holds, and its text comes back."""
+"""A custom tool: in every format its grammar holds, and its text comes back."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def admits(grammar: Grammar, text: str, marks: tuple[str, ...] = ()) -> bool:
 
 
 def call(form: ToolFormat, text: str) -> str:
-    """A call of the tool, as the model's template would write it."""
+    """A call to the tool, as the model's template would write it."""
     escaped = json.dumps(text, ensure_ascii=False)
     match form.syntax:
         case "parameters":

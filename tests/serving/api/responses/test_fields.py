@@ -1,4 +1,4 @@
-"""Every field of /v1/responses: docs/api.md has a table, and the server does as it says."""
+"""Every field of /v1/responses: the server agrees with the table in docs/api.md."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ NOT_TAKEN: dict[str, Any] = {
 
 
 def rows() -> dict[str, str]:
-    """The fields in the table, with what it says."""
+    """The table's fields, with their entries."""
     text = DOCUMENT.read_text().partition("### Fields of responses")[2]
     found = {}
     for line in text.partition("\n### ")[0].splitlines():

@@ -1,4 +1,4 @@
-"""Items that clients send back, as OpenAI's client and coding agents write them."""
+"""Items from clients, as OpenAI's client and coding agents send them back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.serving.api.responses.tools import NamespaceTool, Toolbox
 SHELL = {"type": "custom", "name": "shell", "description": "Runs a command."}
 GROUP = {"type": "namespace", "name": "mcp__maps", "description": "Maps.", "tools": [SHELL]}
 NOTES = {"turn_id": "t1"}
-# The items of a turn, as a coding agent keeps and sends them.
+# A turn's items, as a coding agent keeps and sends them.
 AGENT: list[dict[str, Any]] = [
     {
         "type": "message",
@@ -88,7 +88,7 @@ def test_the_messages_of_an_agent_s_turn() -> None:
 
 
 def test_an_agent_s_request(echo: Server) -> None:
-    """All fields that a coding agent sends."""
+    """All fields from a coding agent."""
     body = {
         "model": "echo",
         "instructions": "You are a coding agent.",
@@ -157,7 +157,7 @@ def test_items_of_tools_that_are_left_out(echo: Server, kind: str) -> None:
 
 
 def test_what_the_client_s_own_objects_carry(echo: Server) -> None:
-    """Parsed output, and the items of a list, go back."""
+    """Parsed output, and items from a list, go back."""
     with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="none", max_retries=0) as client:
         tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
         call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'

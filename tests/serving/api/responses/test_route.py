@@ -247,7 +247,7 @@ def test_truncation_leaves_out_the_oldest_turns(server: Server) -> None:
     longer = [rules, *items[-len(texts) - 1 :]]
     counted = server.http.post("/v1/responses/input_tokens", json={"input": longer}).json()
     assert tokens <= context - 5 < counted["input_tokens"]
-    # A last turn that is too long by itself stays.
+    # A last turn stays, even if it is too long by itself.
     body["input"] = [*turns[:2], {"role": "user", "content": "word " * context}]
     refused = server.http.post("/v1/responses", json=body | {"truncation": "auto"})
     assert refused.json()["error"]["code"] == "context_length_exceeded"

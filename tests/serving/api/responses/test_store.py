@@ -21,7 +21,7 @@ KEYS = "alices-key", "bobs-long-key"
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that echoes, with two keys, and room for few responses."""
+    """An echo model, with two keys, and room for few responses."""
     path = tmp_path_factory.mktemp("keyed")
     model = write_echo(path / "echo", marks="<tool_call> <think> </think>")
     with start_server(

@@ -1,4 +1,4 @@
-"""Tools of coding agents: texts with a grammar, groups, and hosted tools that are left out."""
+"""Coding agents' tools: texts with a grammar, groups, and hosted tools (left out)."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ def test_the_grammar_of_a_text_holds(
 
 
 def test_a_patch(echo: Server) -> None:
-    """The grammar of a coding agent, beside its other tools."""
+    """A coding agent's grammar, beside its other tools."""
     form = {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR}
     tools = [SHELL | {"name": "apply_patch", "format": form}, WEATHER, GROUP]
     text = f"<think>hm</think>I edit.\n{called('apply_patch', {'input': PATCH})}"
     _, _, call = post(echo, input=text, tools=tools)["output"]
     assert call["input"] == PATCH
-    # The model that echoes writes against the grammar, which ends its answer.
+    # The echo model writes against the grammar, and this ends its answer.
     bad = called("apply_patch", {"input": PATCH.replace("*** End", "*** And")})
     body = {"model": "echo", "input": bad, "tools": tools}
     response = echo.http.post("/v1/responses", json=body)
@@ -208,7 +208,7 @@ def test_hosted_tools_are_left_out_and_named_in_the_log_once(echo: Server) -> No
 
 
 def post_untyped(echo: Server, **fields: Any) -> dict[str, Any]:
-    """For tools that OpenAI's types would refuse."""
+    """For tools outside OpenAI's types."""
     response = echo.http.post("/v1/responses", json={"model": "echo"} | fields)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()

@@ -36,7 +36,7 @@ def nested(depth: int) -> str:
 
 
 def wide(size: int, *, required: bool = False) -> str:
-    """A schema of many texts."""
+    """A schema with many texts."""
     texts = {f"property_{i}": {"type": "string"} for i in range(size)}
     return json.dumps(
         {"type": "object", "properties": texts, "required": [*texts] if required else []}
@@ -137,7 +137,7 @@ async def refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
 
 
 def hard(param: str, i: int = 0) -> Grammar:
-    """A grammar that takes seconds to refuse."""
+    """A grammar with seconds of work before its refusal."""
     return Grammar("regex", f"(a{{1,{900 + i}}}){{1,1000}}", param)
 
 
@@ -252,7 +252,7 @@ async def test_what_takes_too_long_is_refused_and_remembered() -> None:
 
 @pytest.mark.parametrize(("keys", "most"), [(10, 10), (1, 2)])
 async def test_a_short_grammar_overtakes_long_ones(keys: int, most: int) -> None:
-    """It waits for one short attempt of each other key, at most; no long one ends before."""
+    """It waits for at most one short attempt per other key; no long one ends before."""
     compiler = make(CONFIG)
     try:
         await compiler.compile(Grammar("regex", "first"))

@@ -1,4 +1,4 @@
-"""Regular expressions and Lark grammars as EBNF, which xgrammar then matches."""
+"""Regular expressions and Lark grammars as EBNF for xgrammar."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ list: "[" [item ("," item)*] "]"
 
 
 def matcher(ebnf: str) -> xgrammar.GrammarMatcher:
-    """A matcher of bytes."""
+    """A byte matcher."""
     tokens = [*(bytes([i]) for i in range(END)), b""]
     info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, stop_token_ids=[END])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)

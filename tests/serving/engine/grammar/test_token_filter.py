@@ -14,7 +14,7 @@ from weft.models.interface import Int32
 from weft.serving.engine.grammar.matcher import mask_of
 from weft.serving.engine.grammar.token_filter import TokenFilter
 
-SIZE = 37  # more than a word of a mask
+SIZE = 37  # more than a mask's word
 END = 36
 TOKENS = st.integers(0, 5)
 
@@ -29,7 +29,7 @@ def only(*tokens: int) -> Int32:
 
 
 class Allows:
-    """A matcher that always allows the same tokens."""
+    """A matcher with constant allowed tokens."""
 
     def __init__(self, *tokens: int, ended: bool = False) -> None:
         self.mask = mask_of(tokens, SIZE)
@@ -40,7 +40,7 @@ class Allows:
 
 
 def banned_after(output: Sequence[int], banned: Sequence[Sequence[int]]) -> set[int]:
-    """The tokens that would complete a sequence."""
+    """The tokens to complete a sequence."""
     return {each[-1] for each in banned if [*output, each[-1]][-len(each) :] == list(each)}
 
 
@@ -86,7 +86,7 @@ def test_with_a_grammar_both_hold() -> None:
 
 
 def test_nothing_can_follow() -> None:
-    """The error names what the request has."""
+    """The error names the request's fields."""
     with pytest.raises(RequestError, match=r"^allowed_token_ids and the grammar leave no token"):
         TokenFilter(SIZE, only(1), [], matcher=Allows(2))
     with pytest.raises(RequestError, match=r"^bad_words and the grammar leave no token"):

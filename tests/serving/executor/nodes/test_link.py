@@ -1,4 +1,4 @@
-"""Encrypted connections: what an eavesdropper sees, large messages, slow peers, and endings."""
+"""Encrypted connections: an eavesdropper's view, large messages, slow peers, and endings."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_recording_contains_no_plaintext(context: Context) -> None:
 def test_a_recording_without_curve_contains_everything(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recorder sees what there is to see."""
+    """Without encryption, the recorder sees the messages."""
     for name in ("use_as_head", "use_as_node"):
         monkeypatch.setattr(link_module, name, lambda socket, keys: None)
     with ExitStack() as stack:
