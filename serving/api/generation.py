@@ -152,7 +152,7 @@ class Generation:
         try:
             conversation, params, prompt, request = await state.aside(prepare)
         except RequestError as error:
-            if error.param != "prompt":
+            if error.param not in ("prompt", "messages"):
                 raise
             raise RequestError(
                 error.message, param=field, code=error.code, status=error.status
