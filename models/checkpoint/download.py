@@ -182,7 +182,13 @@ def _needed(
     if INDEX_FILE not in files:
         raise ModelError(f"{source} has neither {SINGLE_FILE} nor {INDEX_FILE}{other}")
     weight_map = read_json(fetch(files[INDEX_FILE])).get("weight_map")
-    shards = sorted({str(name) for name in weight_map.values()}) if weight_map else []
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{source}: {INDEX_FILE} has no weight_map")
+    shards = sorted({str(name) for name in weight_map.values()})
+    if elsewhere := [name for name in shards if "/" in name]:
+        raise ModelError(
+            f"{source}: {INDEX_FILE} names {elsewhere[0]!r}, which is not a file beside it"
+        )
     if missing := [name for name in shards if name not in files]:
         raise ModelError(f"{source} lacks {missing[0]}; {INDEX_FILE} names it")
     return [*needed, *(files[name] for name in shards)]

@@ -129,10 +129,12 @@ class Generation:
         asked: Callable[[], tuple[Conversation, SamplingParams]],
         priority: int,
         options: PromptOptions = AS_USUAL,
+        field: str = "messages",
     ) -> Generation:
         """Prepare the assistant's next turn in a conversation.
 
-        `asked` is called in a thread, because a long conversation takes long.
+        `asked` is called in a thread, because a long conversation takes long. The prompt is made
+        from the request's `field`, which errors name.
 
         Raises:
             RequestError: the conversation or a setting does not fit the model.
@@ -147,7 +149,14 @@ class Generation:
             params = _with_grammar(params, conversation, form, prompt)
             return conversation, params, prompt, engine.validate(ids, params, options.cache_salt)
 
-        conversation, params, prompt, request = await state.aside(prepare)
+        try:
+            conversation, params, prompt, request = await state.aside(prepare)
+        except RequestError as error:
+            if error.param not in ("prompt", "messages"):
+                raise
+            raise RequestError(
+                error.message, param=field, code=error.code, status=error.status
+            ) from None
         tools = {tool.name: tool.parameters or _NO_PARAMETERS for tool in conversation.offered}
 
         def reader() -> _ChatReader:

@@ -28,6 +28,8 @@ BEYOND_SCHEMAS = re.compile(
             r"answers; at most",
             # At most one of ten fields is given.
             r"each constrain the answer",
+            # Two of many fields; a schema with one more rule for fields is too much to generate.
+            r"continue_final_message and add_generation_prompt are two ends",
             # What two fields together leave.
             r"allowed_token_ids.* leaves? no token that can follow",
             # A name that is given elsewhere in the request, or by an earlier one.
@@ -45,7 +47,7 @@ BEYOND_SCHEMAS = re.compile(
             r"encrypted_content is not from this server",
             # JSON schema takes 5.0 for an integer; a client that sends it has made a mistake.
             r"is -?[\d.e+]+; it should be a valid integer",
-            r"(prompt|input)\[\d+\] must be a text or a list of token ids",
+            r"(prompt|input)\[\d+\]:? (must be a|the prompt must be) text or a list of token ids",
         ]
     )
 )

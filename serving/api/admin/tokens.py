@@ -14,7 +14,7 @@ from weft.serving.api.body import Body, JsonRoute
 from weft.serving.api.conversation import MAX_COUNTED, Conversation
 from weft.serving.api.openai.messages import Messages
 from weft.serving.api.openai.replies import DetokenizedText, TokenizerInfo, Tokens
-from weft.serving.api.openai.requests import ONE_END, TemplateRequest
+from weft.serving.api.openai.requests import TemplateRequest
 from weft.serving.api.openai.tools import Tool
 from weft.serving.api.state import State
 
@@ -49,8 +49,7 @@ class TokenizeRequest(TemplateRequest):
             "anyOf": [
                 {"required": ["prompt"], "properties": _TEXT | _NO_MESSAGES},
                 {"required": ["messages"], "properties": _MESSAGES | {"prompt": _NULL}},
-            ],
-            "allOf": [ONE_END],
+            ]
         }
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from weft.errors import RequestError
 from weft.serving.api.anthropic.blocks import (
     SystemMessage,
     TextBlock,
@@ -32,6 +33,9 @@ def conversation(body: CountRequest, templates: ChatTemplates) -> Conversation:
     """Convert the request to OpenAI's form.
 
     As in Anthropic's API, neighbouring messages with the same role are one turn.
+
+    Raises:
+        RequestError: no message has any content, or the tools and the choice contradict each other.
     """
     messages: list[Message] = []
     for role, turn in groupby(_turns(body, templates), key=lambda turn: turn[0]):
@@ -47,6 +51,11 @@ def conversation(body: CountRequest, templates: ChatTemplates) -> Conversation:
     continued = last.role == "assistant" and any(part.text for part in last.content or ())
     if last.role == "assistant" and not continued:
         messages.pop()  # an empty message cannot be continued
+    if not messages:
+        raise RequestError(
+            "messages has only an empty message of the assistant; send one of the user",
+            param="messages",
+        )
     choice = body.tool_choice or ToolChoice(type="auto")
     return Conversation(
         messages,

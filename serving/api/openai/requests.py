@@ -103,15 +103,7 @@ _TRUE: dict[str, Any] = {"const": True}
 _STREAM_OPTIONS = only_with(
     "stream_options", {"properties": {"stream": _TRUE}, "required": ["stream"]}
 )
-_NOT_TRUE: dict[str, Any] = {"enum": [False, None]}
-_PROMPT_LOGPROBS = only_with("prompt_logprobs", {"properties": {"stream": _NOT_TRUE}})
-ONE_END: dict[str, Any] = {
-    "anyOf": [
-        {"properties": {"continue_final_message": _NOT_TRUE}},
-        {"properties": {"add_generation_prompt": _NOT_TRUE}},
-    ]
-}
-"""Schema of the rule for a prompt's end; see TemplateRequest."""
+_PROMPT_LOGPROBS = only_with("prompt_logprobs", {"properties": {"stream": {"enum": [False, None]}}})
 
 
 class GenerationRequest(GuidedRequest):
@@ -371,7 +363,6 @@ class ChatRequest(TemplateRequest, GenerationRequest):
             "allOf": [
                 _STREAM_OPTIONS,
                 _PROMPT_LOGPROBS,
-                ONE_END,
                 only_with(
                     "top_logprobs",
                     {

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from weft.errors import RequestError
-from weft.serving.api.body import Body, by_type
+from weft.serving.api.body import Body, by_type, wrong_choice
 from weft.serving.api.openai.messages import FunctionCall, Message, TextPart, ToolCall
 from weft.serving.api.openai.replies import new_id
 from weft.serving.api.parsing.tool_grammar import INPUT
@@ -168,8 +168,8 @@ class InputItem(Body):
         kind = value.get("type")
         if isinstance(kind, str) and kind in IGNORED:
             return {"type": "ignored"}
-        if kind == "ignored":
-            raise ValueError(".type is 'ignored', which no item has")
+        if kind is not None and not (isinstance(kind, str) and kind in _REQUIRED):
+            raise wrong_choice("type", value, _REQUIRED)
         if kind is None and value.get("role") is None and value.get("id") is not None:
             return {**value, "type": "item_reference"}
         return {name: each for name, each in value.items() if name != "type" or each is not None}

@@ -44,7 +44,9 @@ async def create_response(request: Request, body: asked.ResponsesRequest, state:
         params = body.sampling_params()
         return turn.conversation(_fits(engine, params.max_tokens or 1)), params
 
-    generation = await Generation.of_chat(state, engine, asked_for, body.priority or 0)
+    generation = await Generation.of_chat(
+        state, engine, asked_for, body.priority or 0, field="input"
+    )
     keeps = body.store is not False and state.responses.keeps
     store = state.responses if keeps else None
     writer = Writer(body, state.model, generation, state.answer_format(engine), turn, store)

@@ -93,6 +93,8 @@ class Compiler:
             return _rejected(error.message)
         except OSError as error:
             return Answer(fault=str(error))
+        except RecursionError:
+            return _rejected(f"{param} is nested too deeply; simplify it")
         except MemoryError:
             return _rejected(f"{param} takes too much memory to compile")
         except Exception as error:  # noqa: BLE001  xgrammar raises many kinds

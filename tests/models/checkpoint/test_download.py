@@ -382,6 +382,14 @@ def test_without_a_network_it_says_how_to_fetch_it_elsewhere(hub: Hub, tmp_path:
             {"model.safetensors.index.json": b'{"weight_map": {"a": "gone.safetensors"}}'},
             "owner/name lacks gone.safetensors",
         ),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "../up.safetensors"}}'},
+            "names '../up.safetensors', which is not a file beside it",
+        ),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": ["a.safetensors"]}'},
+            "owner/name: model.safetensors.index.json has no weight_map",
+        ),
     ],
 )
 def test_a_model_that_does_not_load_is_refused_before_its_weights(

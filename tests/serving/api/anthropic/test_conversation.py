@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from weft.errors import RequestError
 from weft.serving.api.anthropic import tools as anthropic_tools
 from weft.serving.api.anthropic.conversation import conversation
 from weft.serving.api.anthropic.requests import MessagesRequest
@@ -61,6 +62,11 @@ def test_system_texts() -> None:
 def test_neighbouring_messages_of_one_role_are_one_turn() -> None:
     messages = [USER, said("user", "ho"), said("assistant", "a"), said("assistant", "b"), USER]
     assert seen(messages) == "[user]hi\nho[assistant]a\nb[user]hi"
+
+
+def test_nothing_but_an_empty_answer_is_refused() -> None:
+    with pytest.raises(RequestError, match="messages has only an empty message of the assistant"):
+        seen([said("assistant", "")])
 
 
 def test_thoughts_calls_and_results() -> None:

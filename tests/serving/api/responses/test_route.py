@@ -206,7 +206,7 @@ def test_the_client(echo: Server) -> None:
         ("input", {"input": []}),
         ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "x"}]}]}),
         ("input[0].type", {"input": [{"type": "compaction", "encrypted_content": "a"}]}),
-        ("input[0]", {"input": [{"type": "ignored"}]}),
+        ("input[0].type", {"input": [{"type": "ignored"}]}),
         ("input", {"input": [{"type": "web_search_call", "id": "ws_1"}]}),
         ("input.encrypted_content", {"input": [{"type": "reasoning", "encrypted_content": "a"}]}),
         ("input.encrypted_content", {"input": [{"type": "reasoning", "encrypted_content": "é"}]}),
@@ -214,6 +214,7 @@ def test_the_client(echo: Server) -> None:
         ("input.call_id", {"input": [{"type": "function_call_output", "output": "a"}]}),
         ("temperature", {"temperature": 3}),
         ("max_output_tokens", {"max_output_tokens": 0}),
+        ("input", {"input": "word " * 10_000}),
     ],
 )
 def test_what_cannot_be_is_named(echo: Server, param: str, fields: dict[str, Any]) -> None:

@@ -141,6 +141,7 @@ def test_a_patch(echo: Server) -> None:
     ("form", "message"),
     [
         (VERSION | {"definition": "a(?=b)"}, "tools: shell: 'a(?=b)' has look-ahead"),
+        (VERSION | {"definition": "(" * 1000 + ")" * 1000}, "tools is nested too deeply; simplify"),
         (WORDS | {"definition": "start: nothing"}, "tools: shell: it is not a Lark grammar"),
     ],
 )
