@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,19 @@ class Conversation:
                 code="unsupported_value",
             )
         return prompt
+
+
+@contextmanager
+def prompt_from(field: str) -> Iterator[None]:
+    """Let an error about the prompt name the request's field with the conversation."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param not in ("prompt", "messages"):
+            raise
+        raise RequestError(
+            error.message, param=field, code=error.code, status=error.status
+        ) from None
 
 
 _SHOWN = set(Function.model_fields)

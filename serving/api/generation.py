@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from weft.errors import EngineError, RequestError
-from weft.serving.api.conversation import Conversation, TextFunction
+from weft.serving.api.conversation import Conversation, TextFunction, prompt_from
 from weft.serving.api.middleware.request_context import admit, current, owner
 from weft.serving.api.openai.replies import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.openai.tools import Function, FunctionName
@@ -149,14 +149,8 @@ class Generation:
             params = _with_grammar(params, conversation, form, prompt)
             return conversation, params, prompt, engine.validate(ids, params, options.cache_salt)
 
-        try:
+        with prompt_from(field):
             conversation, params, prompt, request = await state.aside(prepare)
-        except RequestError as error:
-            if error.param not in ("prompt", "messages"):
-                raise
-            raise RequestError(
-                error.message, param=field, code=error.code, status=error.status
-            ) from None
         tools = {tool.name: tool.parameters or _NO_PARAMETERS for tool in conversation.offered}
 
         def reader() -> _ChatReader:

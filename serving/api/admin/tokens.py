@@ -11,7 +11,7 @@ from pydantic import ConfigDict, WithJsonSchema, model_validator
 from weft.errors import RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import Body, JsonRoute
-from weft.serving.api.conversation import MAX_COUNTED, Conversation
+from weft.serving.api.conversation import MAX_COUNTED, Conversation, prompt_from
 from weft.serving.api.openai.messages import Messages
 from weft.serving.api.openai.replies import DetokenizedText, TokenizerInfo, Tokens
 from weft.serving.api.openai.requests import TemplateRequest
@@ -97,7 +97,8 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
         named = body.return_token_strs
         return ids, [tokenizer.backend.id_to_token(i) for i in ids] if named else None
 
-    ids, names = await state.aside(encoded)
+    with prompt_from("prompt" if body.messages is None else "messages"):
+        ids, names = await state.aside(encoded)
     answer = Tokens(len(ids), engine.info.max_model_len, ids, names)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -12,7 +12,7 @@ from pydantic import WithJsonSchema
 from weft.errors import RequestError
 from weft.serving.api.admin.documentation import returns
 from weft.serving.api.body import JsonRoute
-from weft.serving.api.conversation import MAX_COUNTED, Conversation
+from weft.serving.api.conversation import MAX_COUNTED, Conversation, prompt_from
 from weft.serving.api.generation import Generation
 from weft.serving.api.middleware.request_context import owner
 from weft.serving.api.prompts import LONGEST
@@ -65,7 +65,8 @@ async def count_input_tokens(body: asked.InputTokensRequest, state: State) -> Re
         most = max(engine.info.max_model_len, MAX_COUNTED)
         return _count(engine, turn.conversation(_fits(engine, 1)), most)
 
-    return _json(shapes.InputTokens(await state.aside(counted)))
+    with prompt_from("input"):
+        return _json(shapes.InputTokens(await state.aside(counted)))
 
 
 @router.get("/v1/responses/{response_id}", **returns(shapes.ResponseObject))

@@ -85,6 +85,20 @@ def test_what_cannot_be_is_named(echo: Server, path: str, body: dict[str, Any], 
     assert response.json()["error"]["param"] == param
 
 
+def test_a_prompt_that_is_far_too_long_names_its_field(echo: Server) -> None:
+    text = "word " * 200_000
+    messages = [{"role": "user", "content": text}]
+    for path, field, given in (
+        ("/tokenize", "prompt", text),
+        ("/tokenize", "messages", messages),
+        ("/v1/chat/completions", "messages", messages),
+        ("/v1/responses", "input", text),
+        ("/v1/responses/input_tokens", "input", text),
+    ):
+        error = echo.http.post(path, json={"model": "echo", field: given}).json()["error"]
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded"), path
+
+
 def test_half_of_a_surrogate_pair(echo: Server) -> None:
     headers = {"content-type": "application/json"}
     response = echo.http.post("/tokenize", content=b'{"prompt": "a\\ud800"}', headers=headers)
