@@ -103,7 +103,7 @@ def or_calls(
 def strict_calls(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
-    """Return a grammar for a free answer with calls that match the schemas; args as `calls_only`."""
+    """Return a grammar for a free answer with calls that match the schemas; see `calls_only`."""
     known = _known(form, tokens, "a tool is strict", "tools")
     free = _Calls(known, tokens).among_text(tools, several)
     return Grammar("structural_tag", _tag(free), "tools")
