@@ -7,7 +7,7 @@ MODEL  ?=
 HOST   ?=
 PORT   ?=
 # Where pip finds torch, besides the package index: https://download.pytorch.org/whl/cpu has the
-# build for CPUs, which is some gigabytes smaller.
+# CPU build, some gigabytes smaller.
 TORCH_INDEX ?=
 
 VENV := .venv
@@ -15,7 +15,7 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
   $(TORCH_INDEX:%=--extra-index-url %)
 
-# Environments of clients that are tested against a server.
+# Environments for clients under test against a server.
 CLIENTS := build/clients
 NPM     := npm install --silent --ignore-scripts --no-package-lock --no-audit --no-fund
 
@@ -56,7 +56,7 @@ test-fast: $(VENV)/.dev ## run the tests that need no server and no interpreter
 test-slow: $(VENV)/.dev ## run the long sweeps
 	$(PYTEST) -m slow --timeout 3600
 
-# Programs with dependencies that do not suit weft's tests: each has its own environment.
+# Programs with conflicting dependencies: each has its own environment.
 test-clients: $(VENV)/.dev $(patsubst %,$(CLIENTS)/%/.installed,python aider agents) ## run litellm, lm-eval and coding agents against a server
 	$(BIN)/python -m pytest tests/serving/clients/test_apart.py tests/serving/clients/test_coding_agents.py
 
@@ -76,7 +76,7 @@ $(CLIENTS)/agents/.installed:
 	$(NPM) --prefix $(@D) @openai/codex@0.169.0 opencode-ai@1.18.33
 	@touch $@
 
-# Tests that need these packages are skipped if npm cannot install them.
+# If npm cannot install these packages, their tests are skipped.
 $(CLIENTS)/node/.installed: tests/serving/clients/node/package.json
 	@mkdir -p $(@D)
 	@cp $< $(@D)

@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass
 class Row:
-    """A line in the table: all bodies with one kind."""
+    """A line in the table: all bodies of one kind."""
 
     kind: str
     figures: list[Figures]

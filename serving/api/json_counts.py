@@ -66,7 +66,7 @@ def count(data: bytes) -> Counts:
         opened = outside.count(b"[") + outside.count(b"{")
         found = Counts(
             found.containers + opened,
-            found.texts + (quotes + 1 - inside) // 2,  # strings with their beginning here
+            found.texts + (quotes + 1 - inside) // 2,  # strings that begin here
             found.values + opened + outside.count(b","),
             found.escapes + escapes,
         )

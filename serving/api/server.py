@@ -134,7 +134,7 @@ class _Server:
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._on_signal)
         spawned = asyncio.Event()
-        # No fork while a thread imports modules: either start is over before the other.
+        # No fork while a thread imports modules: the first start ends before the other begins.
         if is_here:
             loading = asyncio.create_task(self._start_engine(spawned))
             await _first(loading, spawned)

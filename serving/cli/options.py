@@ -97,7 +97,7 @@ def _whole(flag: str, typed: Sequence[str]) -> str:
 
 
 def _typed_for(flag: str, known: Sequence[str]) -> list[str]:
-    """Return the probable known flag for an unknown one, if there is one.
+    """Return the known flag that the user probably meant, if there is one.
 
     They differ within words: `--cuda-graph-sizes` is not meant to be `--cuda-graphs`.
     """

@@ -1,6 +1,6 @@
 """Names for settings in vLLM, SGLang and llama.cpp, so that their users can paste a command.
 
-A name with the same meaning is an alias. The others get an answer with advice.
+A name with the same meaning is an alias. The others get an answer that says what to do instead.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def weft_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments with weft's names instead of vLLM's.
 
     `tensor_parallel_size=2` becomes `tp=2`, and `enforce_eager=True` becomes `cuda_graphs=False`.
-    An argument for weft's fixed behaviour is left out if it is true.
+    An argument is left out if it is true and weft always behaves this way.
     """
     renamed: dict[str, Any] = {}
     for name, value in arguments.items():

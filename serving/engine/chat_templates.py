@@ -218,7 +218,7 @@ class ChatTemplates:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The templates' undefined names: their arguments."""
+        """The names that the templates read and do not define themselves."""
         trees = [_ENVIRONMENT.parse(source) for source in self.sources.values()]
         return frozenset().union(*map(meta.find_undeclared_variables, trees))
 

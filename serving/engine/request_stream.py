@@ -211,7 +211,7 @@ class RequestStream:
 
 
 def _constraint(params: SamplingParams) -> str | None:
-    """Return the restricting field for the output's tokens, for errors."""
+    """Return the field that restricts the output's tokens, for errors."""
     if params.grammar is not None:
         return params.grammar.param
     return "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"

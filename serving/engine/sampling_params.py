@@ -140,7 +140,7 @@ NEUTRAL = SamplingDefaults()
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling settings, with OpenAI's names and ranges where it has them.
 
-    A setting in `SamplingDefaults` with None gets the model's default: see generation_config.py.
+    A setting of `SamplingDefaults` that is None gets the model's default: see generation_config.py.
 
     Attributes:
         n: number of answers to the same prompt, 1 to 128.
@@ -152,13 +152,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         repetition_penalty, presence_penalty, frequency_penalty: see models/interface.py.
         logit_bias: token id -> bias in [-100, 100].
         allowed_token_ids: the only allowed tokens in the output; None allows all.
-        bad_words: texts, forbidden as token sequences: as at a text's beginning, and as after a
-            space.
+        bad_words: forbidden texts. The output must not contain their token sequences, neither as at
+            a text's beginning nor as after a space.
         seed: the same seed gives the same output, whatever else is served; None draws a seed.
         stop: strings that end the output; they are not part of it.
         include_stop_str_in_output: the stop string or token stays in the output's text.
         stop_token_ids: tokens that end the output, besides the model's own.
-        skip_special_tokens: the text has no control tokens.
+        skip_special_tokens: leave control tokens out of the text.
         ignore_eos: do not end at the model's own end tokens.
         logprobs: number of the most likely tokens to report with each token; None reports nothing.
         prompt_logprobs: the same for the prompt's tokens.

@@ -1,4 +1,4 @@
-"""A recording TCP proxy for both directions: an eavesdropper on the network."""
+"""A TCP proxy that records both directions, as an eavesdropper on the network would."""
 
 from __future__ import annotations
 

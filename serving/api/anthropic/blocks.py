@@ -120,7 +120,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """An encrypted thought for Anthropic's eyes only. The model does not see it."""
+    """An encrypted thought: only Anthropic can read it. The model does not see it."""
 
     type: Literal["redacted_thinking"]
     data: str

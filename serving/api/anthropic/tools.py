@@ -30,7 +30,7 @@ Hint = dict[str, Any]
 
 
 class _Known(NamedTuple):
-    """One of Anthropic's tools for the client to run."""
+    """One of Anthropic's client-side tools."""
 
     name: str
     description: str
@@ -117,7 +117,7 @@ CLIENT_TOOLS = {
 
 
 class _OwnTool(Body):
-    """The fields of each tool for the client to run."""
+    """The fields of each client-side tool."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")
     strict: bool | None = None
@@ -170,7 +170,7 @@ class CustomTool(_OwnTool):
 
 
 class ClientTool(_OwnTool):
-    """One of Anthropic's tools for the client to run. The client also applies `max_characters`."""
+    """One of Anthropic's client-side tools. The client also applies `max_characters`."""
 
     type: str
     max_characters: int | None = None

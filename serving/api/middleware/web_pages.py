@@ -82,7 +82,7 @@ class PageGuard:
 
 
 def _checked_hosts(config: ServerConfig) -> frozenset[str] | None:
-    """Return the allowed names in `Host`; None if it allows any."""
+    """Return the allowed names in `Host`; None if any name is allowed."""
     named = config.host_names
     without_keys = config.api_key is None and config.api_key_file is None
     if "*" in named or not (named or (without_keys and _is_loopback(config.host))):

@@ -1,8 +1,8 @@
 """The call reader, with a method for each syntax.
 
 A call starts when its name is known and its arguments begin; from then on, arguments pass as they
-come. At the first character outside a call the reader raises ValueError. Its text without a piece
-is then content.
+come. At the first character that belongs to no call, the reader raises ValueError. The text that is
+in no piece is then content.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class ToolFormat:
         known: only offered tools' names count, because the format has no mark.
         ends_thought: a call ends a thought without a closing text.
         marks: texts, possibly special tokens.
-        signs: texts that the family's chat templates all contain.
-        absent: texts outside these templates.
+        signs: texts that are all in the family's chat templates.
+        absent: texts that none of these templates has.
         newer: the replacement format if the tokenizer has the token `newer_token`.
     """
 
@@ -313,7 +313,7 @@ REASONING_FORMATS = {
 
 
 def tool_format_in(templates: str) -> str:
-    """Return the chat templates' format for calls, by name; else "none".
+    """Return the name of the chat templates' call format, or "none".
 
     The texts in a template may be written with escapes, so `\\n` also stands for a line end.
     """
@@ -326,7 +326,7 @@ def tool_format_in(templates: str) -> str:
 
 
 def reasoning_format_in(templates: str) -> str:
-    """Return the chat templates' format for thoughts, by name; else "none"."""
+    """Return the name of the chat templates' reasoning format, or "none"."""
     return next((n for n, form in REASONING_FORMATS.items() if form.sign in templates), "none")
 
 

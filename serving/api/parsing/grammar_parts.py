@@ -10,7 +10,7 @@ Format = dict[str, Any]
 
 
 def literal(text: str, tokens: Mapping[str, int]) -> Format:
-    """Return the format for a text; marks with a special token become the token.
+    """Return the format for a text. A mark that is a special token becomes that token.
 
     No model writes such a mark as plain text.
     """
@@ -28,7 +28,7 @@ def literal(text: str, tokens: Mapping[str, int]) -> Format:
 
 
 def regex(pattern: str) -> Format:
-    """Return the format for a text, matched by an expression."""
+    """Return the format for a text that matches an expression."""
     return {"type": "regex", "pattern": pattern}
 
 

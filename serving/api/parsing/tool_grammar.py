@@ -103,7 +103,7 @@ def or_calls(
 def strict_calls(
     form: str | None, tools: Sequence[Offered], *, several: bool, tokens: Mapping[str, int]
 ) -> Grammar:
-    """Return a grammar for a free answer with schema-conforming calls; args as `calls_only`."""
+    """Return a grammar for a free answer with calls that match the schemas; see `calls_only`."""
     known = _known(form, tokens, "a tool is strict", "tools")
     free = _Calls(known, tokens).among_text(tools, several)
     return Grammar("structural_tag", _tag(free), "tools")
@@ -240,7 +240,7 @@ class _Calls:
         return star(sequence(*parts))
 
     def _input(self, grammar: InputGrammar, place: str) -> Format:
-        """Return the format for arguments with one text under a grammar."""
+        """Return the format for arguments with one text, constrained by a grammar."""
         form = self._form
         writing = "json"
         match form.syntax:

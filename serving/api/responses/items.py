@@ -206,7 +206,7 @@ def named(items: Iterable[InputItem]) -> list[InputItem]:
 
 
 def references(items: Iterable[InputItem]) -> tuple[str, ...]:
-    """Return the ids for clients' later references to these items.
+    """Return the ids by which clients may refer to these items later.
 
     An id in another form is a client's own. Two clients may use the same one, and without API keys
     one would get the other's item.

@@ -53,7 +53,7 @@ class FunctionTool(Function, _Options):
 
 
 class InputFormat(Body):
-    """The form of a custom tool's text: free, or under a grammar."""
+    """The form of a custom tool's text: free, or constrained by a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -117,7 +117,7 @@ Hosted = Literal[
 
 
 class HostedTool(Body):
-    """A tool on OpenAI's servers, or for OpenAI's models alone. It is left out."""
+    """A tool on OpenAI's servers, or one that only OpenAI's models know. It is left out."""
 
     type: Hosted
 
@@ -235,7 +235,7 @@ class Toolbox:
         return f"{full[: MAX_NAME - len(digest) - 1]}_{digest}"
 
     def called(self, name: str) -> Called:
-        """Return the tool behind the model's name for it."""
+        """Return the tool that the model calls by this name."""
         return self._called.get(name) or Called(name)
 
     def choice(self, choice: ToolMode | NamedTool | None) -> ToolMode | FunctionName:

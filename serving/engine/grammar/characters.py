@@ -83,7 +83,7 @@ class Characters:
         return options
 
     def _class(self) -> list[str]:
-        """Return a list with the character class; an empty set has an empty list."""
+        """Return the character class in a list, or an empty list for an empty set."""
         kept = self - Characters([_SURROGATES])
         if not kept._ranges:
             return []

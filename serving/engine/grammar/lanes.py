@@ -1,4 +1,4 @@
-"""Lanes for grammars before compilation: short ones do not wait for long ones.
+"""Lanes for grammars that wait for compilation: short ones do not wait for long ones.
 
 Nobody knows in advance how long a grammar takes. Each grammar therefore begins in the first lane,
 with little processor time. If it needs more, it starts over in the next lane. Each lane compiles
@@ -54,7 +54,7 @@ class Lane:
         seconds: processor time for a grammar in this lane.
 
     Attributes:
-        job: the grammar in compilation.
+        job: the grammar that is being compiled.
     """
 
     def __init__(self, seconds: float) -> None:

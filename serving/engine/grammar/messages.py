@@ -56,7 +56,7 @@ class Answer(msgspec.Struct, frozen=True):
         size: the compiled grammar's bytes in memory.
         slow: compiling the tag again takes long.
         error: reason for rejecting the grammar.
-        fault: a failure with another cause than the grammar.
+        fault: a failure that the grammar did not cause.
         late: the attempt took all its processor time.
         died: how the attempt's process died.
     """

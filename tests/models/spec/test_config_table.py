@@ -54,7 +54,7 @@ families = pytest.mark.parametrize("model_type", ARCHITECTURES)
 
 
 class Recorder(dict[str, Any]):
-    """A config for recording the names of its reads."""
+    """A config that records which names are read."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)

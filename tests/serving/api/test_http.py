@@ -206,7 +206,7 @@ async def test_a_client_that_goes_is_noticed_by_all_its_requests(app: App, port:
     assert app.asked == ["/a"]
 
 
-# Requests for every server to refuse.
+# Requests that every server must refuse.
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(origin: Path, tmp_path: Path) -> Path:
-    """A copy for changes by a test."""
+    """A copy that a test may change."""
     return copytree(origin, tmp_path / "m")
 
 

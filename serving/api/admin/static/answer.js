@@ -23,7 +23,7 @@ const pretty = (text) => {
 const fact = (text, i, { length }) => make("span", { text: text + (i < length - 1 ? " · " : "") });
 
 export class Answer {
-  /** `look` says how it is shown: as tokens, as Markdown, as JSON. `onRequest` shows its request. */
+  /** `look` selects the view: tokens, Markdown, JSON. `onRequest` shows the answer's request. */
   constructor(look, onRequest) {
     this.content = "";
     this.reasoning = "";
@@ -45,7 +45,7 @@ export class Answer {
     this.showRequest = make("button", { type: "button", class: "small", text: "curl", onclick: onRequest });
   }
 
-  /** An answer of before, from its `entry`. */
+  /** Restore an earlier answer from its `entry`. */
   static of({ message, reasoning, facts }, look, onRequest) {
     const answer = new Answer(look, onRequest);
     answer.content = answer.undrawn.text = message.content ?? "";
@@ -152,7 +152,7 @@ export class Answer {
     }
   }
 
-  /** All that is kept of it, for `of`. */
+  /** The stored form of the answer, for `of`. */
   get entry() {
     return { message: this.message, reasoning: this.reasoning, facts: this.facts };
   }

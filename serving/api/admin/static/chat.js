@@ -9,16 +9,16 @@ const PATH = "v1/chat/completions";
 const STORE = "weft-conversation"; // in this tab's storage
 
 let model = "";
-let turns = []; // { message, as the API takes it; of answers: reasoning, facts, model }
-let running = null; // AbortController of the answer under way
-let partial = () => []; // turns of the answer under way
+let turns = []; // { message, for the API; answers also have reasoning, facts, model }
+let running = null; // AbortController for the running answer
+let partial = () => []; // the running answer's turns
 
 export function setModel(name) {
   model = name;
-  find("examples").hidden = !name.startsWith("weft-demo"); // it can answer them
+  find("examples").hidden = !name.startsWith("weft-demo"); // only bundled models can answer them
 }
 
-/** Keep the conversation as long as the tab, so that it is there after a reload. */
+/** Store the conversation in the tab, so that it survives a reload. */
 function keep() {
   try {
     sessionStorage.setItem(STORE, JSON.stringify([...turns, ...partial()]));
@@ -28,7 +28,7 @@ function keep() {
   }
 }
 
-/** Show the conversation that this tab had before. */
+/** Show this tab's stored conversation. */
 export function restore() {
   turns = JSON.parse(sessionStorage.getItem(STORE) ?? "[]");
   turns.forEach((turn, i) => {
@@ -49,7 +49,7 @@ function showOld(turn, before) {
   append(results(answer, said.slice(0, answer.calls.length)));
 }
 
-/** Say that from here on another model answers, if it does. */
+/** Show the model's name if another model gave the answer before. */
 function showModel(name, before) {
   const last = before.findLast(({ message }) => message.role === "assistant");
   if (last && last.model !== name) append(make("p", { class: "divider", text: name }));
@@ -76,7 +76,7 @@ function append(element) {
   log.scrollTop = log.scrollHeight;
 }
 
-let atEnd = true; // whether the reader sees the end of the conversation
+let atEnd = true; // whether the reader sees the conversation's end
 
 /** Change what is shown, and stay at the end if the reader is there. */
 function update(change) {
@@ -203,7 +203,7 @@ function complaint(error, request) {
   return element;
 }
 
-/** A form for what the tools say, which is the next turn; `said` are the turns if they have. */
+/** A form for the tools' results, the next turns; `said` are these turns if they exist. */
 function results(answer, said) {
   const form = make("form", { class: "results", "aria-label": "Results of the tools" });
   const fields = answer.calls.map((call, i) => {

@@ -3,7 +3,7 @@
 import { ApiError, get } from "./api.js";
 import { find, make } from "./dom.js";
 
-/** The schema that a reference names, or the schema itself. */
+/** A reference's schema, or the schema itself. */
 function resolved(schema, document) {
   if (!schema?.$ref) return schema ?? {};
   return document.components.schemas[schema.$ref.split("/").at(-1)] ?? {};

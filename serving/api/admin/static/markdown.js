@@ -4,11 +4,11 @@ import { copyButton, make } from "./dom.js";
 import { lexer } from "./marked.js";
 
 const LONGEST = 300_000; // characters; longer texts stay as they are
-const DEEPEST = 40; // blocks in blocks
+const DEEPEST = 40; // levels of nested blocks
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const ENTITY = /&(?:(amp|lt|gt|quot|apos|nbsp)|#(\d{1,7})|#x([\da-f]{1,6}));/gi;
 
-/** Text whose entities are characters. */
+/** Text with characters for its entities. */
 const decoded = (text) =>
   text.replace(ENTITY, (whole, name, decimal, hex) => {
     if (name) return NAMED[name.toLowerCase()];
@@ -20,7 +20,7 @@ const children = (tokens) => tokens.map(node).filter(Boolean);
 const around = (name) => ({ tokens }) => make(name, {}, ...children(tokens));
 const literal = ({ raw }) => document.createTextNode(raw);
 
-/** A link that leaves the page; what leads elsewhere than to the web stays text. */
+/** A link to another page on the web; any other link stays text. */
 function link(token, ...content) {
   let url;
   try {
@@ -33,7 +33,7 @@ function link(token, ...content) {
   return make("a", attributes, ...content);
 }
 
-/** A block of code with its language and a button that copies it. */
+/** A code block with its language and a copy button. */
 function code(token) {
   const shown = make("code");
   const bar = make("div", { class: "bar" }, make("span"), copyButton(() => shown.textContent));
@@ -42,7 +42,7 @@ function code(token) {
   return block;
 }
 
-/** Put code that has grown into its block. */
+/** Update a block with grown code. */
 function fill(block, { text, lang }) {
   const shown = block.querySelector("code");
   const before = shown.textContent;
@@ -89,7 +89,7 @@ const NODES = {
   del: around("del"),
   em: around("em"),
   escape: ({ text }) => document.createTextNode(text),
-  // Models break lines in tables with this tag. Every other one is shown, not obeyed.
+  // Models break lines in tables with this tag. Every other tag is shown as text.
   html(token) {
     if (/^<br\s*\/?>$/i.test(token.raw.trim())) return make("br");
     return token.block ? make("p", { class: "literal", text: token.raw.trimEnd() }) : literal(token);
@@ -120,7 +120,7 @@ function node(token) {
   }
 }
 
-/** Blocks of Markdown; null if it is nested or long beyond measure. */
+/** Markdown blocks; null if the text is too long or nested too deeply. */
 function read(text) {
   if (text.length > LONGEST) return null;
   try {
@@ -131,14 +131,14 @@ function read(text) {
   }
 }
 
-/** A text that grows, shown as Markdown. Only its last block is drawn anew, so nothing flickers. */
+/** A growing text, shown as Markdown. Only its last block is redrawn, so nothing flickers. */
 export class Markdown {
   constructor() {
     this.element = make("div", { class: "text markdown" });
     this.source = "";
-    this.settled = []; // sources of the complete blocks
-    this.start = 0; // of the other blocks, in `source`
-    this.open = []; // their nodes
+    this.settled = []; // the complete blocks' sources
+    this.start = 0; // where the other blocks begin in `source`
+    this.open = []; // the other blocks' nodes
   }
 
   add(text) {
@@ -146,7 +146,7 @@ export class Markdown {
     this.draw();
   }
 
-  /** Draw it as a whole if that differs: a later line can change or define what came before. */
+  /** Redraw the whole text if it differs: a later line can change the blocks before it. */
   finish() {
     const tokens = this.plain ? null : read(this.source);
     const links = tokens?.some(({ type }) => type === "def");
@@ -163,7 +163,7 @@ export class Markdown {
       return;
     }
     this.show(tokens);
-    // The last block may still grow. Those before it settle, if they are the text as it came.
+    // The last block may still grow. The blocks before it settle if their text is unchanged.
     const last = tokens.findLastIndex(({ type }) => type !== "space");
     for (const { raw } of tokens.slice(0, Math.max(0, last))) {
       if (!this.source.startsWith(raw, this.start)) return;
@@ -173,7 +173,7 @@ export class Markdown {
     }
   }
 
-  /** Show blocks in place of the open ones; code that grows stays the same node. */
+  /** Replace the open blocks; growing code keeps its node. */
   show(tokens) {
     const grows = this.open[0]?.className === "block" && tokens[0]?.type === "code";
     if (grows) fill(this.open[0], tokens[0]);

@@ -228,7 +228,7 @@ class EvilPage(BaseHTTPRequestHandler):
 
 @needs_chromium
 def test_a_real_browser_says_what_page_it_is(mock: Server) -> None:
-    """A page on another port, and a page with a name for this machine."""
+    """A page on another port, and a page whose name points to this machine."""
     evil = ThreadingHTTPServer(("127.0.0.1", 0), EvilPage)
     Thread(target=evil.serve_forever, daemon=True).start()
     with chromium("--host-resolver-rules=MAP evil.example 127.0.0.1") as browser:

@@ -137,7 +137,7 @@ async def refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
 
 
 def hard(param: str, i: int = 0) -> Grammar:
-    """A grammar with seconds of work before its refusal."""
+    """A grammar that takes seconds to refuse."""
     return Grammar("regex", f"(a{{1,{900 + i}}}){{1,1000}}", param)
 
 

@@ -14,7 +14,7 @@ from weft.models.interface import Int32
 from weft.serving.engine.grammar.matcher import mask_of
 from weft.serving.engine.grammar.token_filter import TokenFilter
 
-SIZE = 37  # more than a mask's word
+SIZE = 37  # more bits than one word of a mask
 END = 36
 TOKENS = st.integers(0, 5)
 
@@ -29,7 +29,7 @@ def only(*tokens: int) -> Int32:
 
 
 class Allows:
-    """A matcher with constant allowed tokens."""
+    """A matcher that always allows the same tokens."""
 
     def __init__(self, *tokens: int, ended: bool = False) -> None:
         self.mask = mask_of(tokens, SIZE)
@@ -40,7 +40,7 @@ class Allows:
 
 
 def banned_after(output: Sequence[int], banned: Sequence[Sequence[int]]) -> set[int]:
-    """The tokens to complete a sequence."""
+    """The tokens that would complete a sequence."""
     return {each[-1] for each in banned if [*output, each[-1]][-len(each) :] == list(each)}
 
 

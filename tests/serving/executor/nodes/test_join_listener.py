@@ -42,7 +42,7 @@ def listener() -> Iterator[JoinListener]:
 def wait_until_rejected(
     listener: JoinListener, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Listen until so many connections have been rejected."""
+    """Listen until `count` connections have been rejected."""
     deadline = time.monotonic() + 60
     while caplog.text.count("rejected ") < count:
         assert listener.wait_for(1, timeout=0.05) == []
