@@ -327,6 +327,12 @@ async def _embed_all(
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Put a single prompt into a list."""
+    if isinstance(prompts, Mapping):
+        raise RequestError(
+            f"prompts is a dictionary with {', '.join(map(repr, prompts))}; give a text, a list of "
+            "token ids, or a list of either",
+            param="prompts",
+        )
     one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
     return cast("Sequence[Prompt]", [prompts] if one else prompts)
 

@@ -306,12 +306,17 @@ class _hub_errors:  # noqa: N801  # used as a function
 
         model, hub = self.source, self.endpoint
         refused = getattr(getattr(error, "response", None), "status_code", None)
+        revision = "" if model.revision == "main" else f" --revision {model.revision}"
         elsewhere = (
-            f"`hf download {model.id}` fetches it on a machine with a network; then copy the cache "
+            f"`hf download {model.id}{revision}` fetches it on a machine with a network; then copy "
+            "the cache "
             f"({model.cache}) here, or give its directory"
         )
         if isinstance(error, errors.GatedRepoError):
-            text = f"its owner asks for consent: accept the terms at {hub}/{model.id}, set HF_TOKEN"
+            text = (
+                f"its owner asks for consent: accept the terms at {hub}/{model.id}, and set "
+                "HF_TOKEN to a token of the same account"
+            )
         elif isinstance(error, errors.RevisionNotFoundError):
             text = f"{hub} has the model, but not the revision {model.revision!r}"
         elif isinstance(error, errors.RepositoryNotFoundError) or refused == 404:
@@ -326,7 +331,10 @@ class _hub_errors:  # noqa: N801  # used as a function
         elif _caused_by(error, (errors.OfflineModeIsEnabled,)):
             text = f"it is not in the cache, and HF_HUB_OFFLINE is set; {elsewhere}"
         elif _caused_by(error, _network_errors()):
-            text = f"{hub} cannot be reached ({_first_line(error)}); {elsewhere}"
+            text = (
+                f"there is no such directory, and {hub} cannot be reached "
+                f"({_first_line(error)}); {elsewhere}"
+            )
         elif isinstance(error, OSError) and error.errno is not None:
             text = (
                 f"cannot write to {model.cache}: {error.strerror}; HF_HOME names another folder "

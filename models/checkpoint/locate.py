@@ -330,6 +330,9 @@ def _what_is_wrong(path: Path) -> str:
         if snapshots:
             advice += f", or the directory {path}/snapshots/{snapshots[-1]}"
         return f"{path} is a folder of the hub's cache, not a checkpoint: {advice}"
+    folders = (_HUB_FOLDER.fullmatch(each.name) for each in path.iterdir())
+    if models := sorted(f"{found[1]}/{found[2]}" for found in folders if found):
+        return f"{path} is the hub's cache, not a checkpoint: give one of {', '.join(models[:5])}"
     names = sorted(each.name for each in path.iterdir())
     if not names:
         return f"{path} is empty: give a directory with config.json and safetensors files"

@@ -185,7 +185,7 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     if not param:
         return RequestError(f"the body must be a JSON object, not {_shown(given)}")
     # pydantic writes "Input should be ..." and "List should have ...".
-    reason = "should" + error["msg"].partition("should")[2]
+    reason = "should" + error["msg"].partition("should")[2].replace(" after validation,", ",")
     return RequestError(f"{param} is {_shown(given)}; it {reason}", param=param)
 
 

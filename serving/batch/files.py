@@ -24,6 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.errors import ConfigError
+from weft.models.checkpoint.locate import HubModel, remote
 from weft.serving.batch.database import file_error
 
 MAX_LINE = 32 * 1024 * 1024  # bytes; a prompt of a million tokens takes about five
@@ -99,6 +100,10 @@ def find(sources: Sequence[Path], leave_out: Collection[Path]) -> list[Path]:
             if not within:
                 raise ConfigError(f"{source} has no file that ends in .jsonl")
             files += within
+        elif source != STDIN and not source.exists() and isinstance(remote(str(source)), HubModel):
+            raise ConfigError(
+                f"there is no file {source}; if it is the model, use --model {source}"
+            )
         elif source != STDIN and source.exists() and not source.is_file():  # inputs are read twice
             raise ConfigError(f"{source} is not a regular file; - reads stdin")
         else:

@@ -374,7 +374,10 @@ def _model(config: EngineConfig) -> Finding:
     try:
         if not is_here(config):
             source = remote(config.model, config.revision)
-            advice = "weft serve downloads it at its first start"
+            if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "on", "true", "yes"):
+                advice = "unset HF_HUB_OFFLINE, or copy the hub's cache from another machine"
+                return Finding("model", "fail", f"{source} is not on this machine", advice)
+            advice = "weft serve downloads it at its first start, if the name is right"
             return Finding("model", "warn", f"{source} is not on this machine", advice)
         path = locate(config.model, config.revision)
         spec = read_spec(path)

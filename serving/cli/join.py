@@ -61,7 +61,9 @@ def run(config: EngineConfig, server: str, *, once: bool) -> int:
         raise ConfigError(f"HOST:PORT is {server!r}; it must be such as 10.0.0.1:7333")
     check_curve()
     if (token := read_token(config)) is None:
-        raise ConfigError("--node-token or WEFT_NODE_TOKEN is missing; `weft serve` prints it")
+        raise ConfigError(
+            "--node-token, WEFT_NODE_TOKEN or --node-token-file is missing; it must be the server's"
+        )
     check_address(config.node_address)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -142,6 +142,11 @@ def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
         llm.chat([{"role": "user"}], GREEDY)
 
 
+def test_a_dictionary_is_no_prompt(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompts is a dictionary with 'prompt_token_ids'"):
+        llm.generate({"prompt_token_ids": [1]})  # type: ignore[arg-type]
+
+
 def test_progress_is_on_stderr(
     llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

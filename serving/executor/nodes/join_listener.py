@@ -100,6 +100,7 @@ class JoinListener:
         check_curve()
         self._strict, self._patience, self._address = strict, patience, config.node_address
         given = read_token(config)
+        self._token_file = config.node_token_file
         self._token_is_given = given is not None
         self.token = given or secrets.token_urlsafe(24)
         self._keys = derive_keys(self.token)
@@ -149,7 +150,8 @@ class JoinListener:
         """Log the command to run on `count` other nodes."""
         token = "" if self._token_is_given else f"WEFT_NODE_TOKEN={self.token} "
         nodes = "another node" if count == 1 else f"{count} other nodes"
-        command = f"{token}weft join {self._name}:{self.port}"
+        file = "" if self._token_file is None else f" --node-token-file {self._token_file}"
+        command = f"{token}weft join {self._name}:{self.port}{file}"
         # A warning, because nothing continues before somebody runs it.
         logger.warning("waiting for %s to run: %s", nodes, command)
 
@@ -173,7 +175,7 @@ class JoinListener:
             poller.poll(ceil(1000 * min(left, CHECK_INTERVAL)))
             for node in [*joined]:
                 if has_left(node):
-                    logger.info("%s has left", node.where)
+                    logger.debug("%s has hung up", node.where)
                     node.link.close(0)
                     joined.remove(node)
             while len(joined) < count and (new := self.accept()) is not None:
@@ -195,7 +197,7 @@ class JoinListener:
             if isinstance(hello, Hello):
                 self._pending.remove(pending)
                 joined = JoinedNode(pending.link, hello, pending.knock.versions)
-                logger.info("%s has joined", joined.where)
+                logger.debug("%s has connected", joined.where)
                 return joined
             if hello is not None or pending.link.has_ended or pending.deadline < now:
                 self._reject(pending, "it did not introduce itself in time")

@@ -178,6 +178,7 @@ class NodePool:
         while True:
             await self._wait_for_input(last + pause - time.monotonic())
             while (joined := self._listener.accept()) is not None:
+                logger.info("%s has joined", joined.where)
                 self._nodes.append(_PoolNode(joined, time.monotonic()))
                 self._assign_numbers()
             for node in [*self._nodes]:

@@ -295,7 +295,7 @@ def test_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> None:
     for status in (401, 403):
         repository.gated = status
         message = error(hub.environment(tmp_path / str(status), HF_TOKEN="hf_other"))
-        assert f"accept the terms at {hub.url}/owner/name, set HF_TOKEN" in message
+        assert f"accept the terms at {hub.url}/owner/name, and set HF_TOKEN" in message
     repository.gated, repository.forbidden = 0, True
     message = error(hub.environment(tmp_path / "other"))
     assert f"{hub.url} refuses the token in HF_TOKEN (status 403)" in message
@@ -364,7 +364,10 @@ def test_without_a_network_it_says_how_to_fetch_it_elsewhere(hub: Hub, tmp_path:
     cache = str(tmp_path / "hub" / "models--owner--name")
     for more, reason in (
         ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
+        (
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            "there is no such directory, and http://127.0.0.1:9 cannot be reached",
+        ),
     ):
         message = error(environment | more)
         assert reason in message

@@ -126,6 +126,11 @@ def test_the_name_in_the_api(model: str, name: str) -> None:
             "models--Qwen--Qwen3",
             "give Qwen/Qwen3, or the directory",
         ),
+        (
+            ["models--a--b/refs/main", "version.txt"],
+            "",
+            "is the hub's cache, not a checkpoint: give",
+        ),
     ],
 )
 def test_what_is_there_but_is_no_checkpoint_is_named(

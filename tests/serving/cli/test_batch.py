@@ -229,6 +229,8 @@ def test_files_that_cannot_be_used(source: Path, tmp_path: Path) -> None:
     config = EngineConfig(model="nowhere")
     with pytest.raises(ConfigError, match="No such file or directory"):
         run(config, ServerConfig(), [tmp_path / "nowhere"], tmp_path / "out")
+    with pytest.raises(ConfigError, match="if it is the model, use --model owner/name"):
+        run(config, ServerConfig(), [Path("owner/name"), source], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"--output .*it must be a file"):
         run(config, ServerConfig(), [source], tmp_path, overwrite=True)
     output = tmp_path / "out"

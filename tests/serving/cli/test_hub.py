@@ -176,6 +176,10 @@ def test_other_commands_take_the_id(hub: Hub, tmp_path: Path) -> None:
     environment = hub.environment(tmp_path)
     before = weft(environment, "doctor", MODEL, "--port", 0)
     assert "owner/name is not on this machine" in before.stdout, before.stderr
+    assert before.returncode == 0
+    offline = weft(environment | {"HF_HUB_OFFLINE": "1"}, "doctor", MODEL, "--port", 0)
+    assert offline.returncode == 1
+    assert "unset HF_HUB_OFFLINE" in offline.stdout, offline.stderr
     asked = ("--max-tokens", 4)
     first = weft(environment, "generate", MODEL, "one two", *asked)
     assert first.returncode == 0, first.stderr

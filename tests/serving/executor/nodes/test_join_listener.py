@@ -277,7 +277,7 @@ def test_a_node_with_other_versions_is_refused(
 def test_a_node_that_leaves_before_all_are_there_is_forgotten(
     listener: JoinListener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
 
     def wait_until(text: str) -> None:
         deadline = time.monotonic() + 60
@@ -288,8 +288,8 @@ def test_a_node_that_leaves_before_all_are_there_is_forgotten(
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         waiting = pool.submit(listener.wait_for, 2)
         with agent(listener.port, tmp_path / "log1", name="node1"):
-            wait_until("node1 at 127.0.0.1 has joined")
-        wait_until("node1 at 127.0.0.1 has left")
+            wait_until("node1 at 127.0.0.1 has connected")
+        wait_until("node1 at 127.0.0.1 has hung up")
         for name in ("node2", "node3"):
             stack.enter_context(agent(listener.port, tmp_path / name, name=name))
         joined = waiting.result(60)

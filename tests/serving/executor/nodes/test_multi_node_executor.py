@@ -301,7 +301,7 @@ def test_what_cannot_be_on_several_nodes_is_refused(
     [
         ("10.0.0.1", {}, "HOST:PORT is '10.0.0.1'; it must be such as 10.0.0.1:7333"),
         ("10.0.0.1:http", {}, "HOST:PORT is '10.0.0.1:http'; it must be such as"),
-        ("10.0.0.1:7333", {}, "--node-token or WEFT_NODE_TOKEN is missing; `weft serve` prints it"),
+        ("10.0.0.1:7333", {}, "--node-token, WEFT_NODE_TOKEN or --node-token-file is missing"),
         ("10.0.0.1:7333", {"node_token": "short"}, "--node-token has 5 characters"),
         (
             "10.0.0.1:7333",
