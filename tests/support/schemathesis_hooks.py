@@ -20,7 +20,7 @@ BEYOND_SCHEMAS = re.compile(
     "|".join(
         [
             # One number or text depends on another, or on the model.
-            r"best_of is .* only when equal to n",
+            r"best_of is .* only when 1 or equal to n",
             r"(min|max)_tokens is .* (must be in|room for)",
             r"the prompt (has \d+|of \d+ characters has more than \d+) tokens; the (context|max)",
             r"dimensions is \d+; it must be in \[1, ",
@@ -40,6 +40,7 @@ BEYOND_SCHEMAS = re.compile(
             r"the purpose 'batch_output'",
             # Where in a conversation what may be.
             r"messages ends with a message of the assistant (that has a block|whose text ends)",
+            r"messages has only an empty message of the assistant",
             r"continue_final_message (is only for a last|continues a text; the last) message",
             # A text or an object that has a syntax of its own.
             r"(guided_|response_format|structured_outputs|regex|ebnf|json_schema|text\.format|tools)",
