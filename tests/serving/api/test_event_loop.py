@@ -77,7 +77,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[AsyncEngine]:
         (
             "/v1/completions",
             {"prompt": "<|im_start|>a<|im_end|>"},
-            {"encode", "decode", "validate"},
+            {"encode", "decode", "validate_all"},
         ),
         ("/v1/chat/completions", CHAT, {"encode", "decode", "_with_grammar", "validate"}),
     ],
@@ -96,6 +96,7 @@ async def test_it_is_done_in_a_thread(
         (tokenizer, "encode"),
         (tokenizer, "decode"),
         (engine, "validate"),
+        (engine, "validate_all"),
         (generation, "_with_grammar"),
     ):
         monkeypatch.setattr(owner, name, watch.over(owner, name))
