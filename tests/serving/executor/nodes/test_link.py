@@ -155,8 +155,8 @@ def test_strangers_at_a_nodes_own_port_do_not_end_its_connection() -> None:
         for words in (b"", b"GET / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(words)
-                stranger.shutdown(socket.SHUT_WR)
-                with suppress(ConnectionResetError):
+                with suppress(OSError):  # the node may have hung up already
+                    stranger.shutdown(socket.SHUT_WR)
                     while stranger.recv(1 << 16):
                         pass
         assert joined.link.wait(0.5) is None
