@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lark.lexer import TerminalDef
 
 START = "start"
+# Lark looks beside the grammar's file for relative imports. No file can be there.
+_SOURCE = "/dev/null/grammar"
 # The end in Lark's own ESCAPED_STRING, and the same without a look-behind.
 _QUOTED, _QUOTED_AGAIN = r'.*?(?<!\\)(\\\\)*?"', r'([^"\\\n]|\\.)*"'
 
@@ -33,10 +35,13 @@ def lark_as_ebnf(definition: str, writing: Writing) -> str:
     from lark.load_grammar import load_grammar
 
     try:
-        grammar, _ = load_grammar(definition, "<grammar>", [], False)  # type: ignore[no-untyped-call]
+        grammar, _ = load_grammar(definition, _SOURCE, [], False)  # type: ignore[no-untyped-call]
         terminals, rules, ignored = grammar.compile([START], "*")
-    except (LarkError, OSError) as error:  # OSError from an import
-        raise RequestError(f"it is not a Lark grammar: {_brief(error)}") from None
+    except LarkError as error:
+        reason = _brief(error).replace(_SOURCE, "the definition")
+        raise RequestError(f"it is not a Lark grammar: {reason}") from None
+    except OSError:
+        raise RequestError("one of its imports is not in Lark's library") from None
     names = {symbol: f"rule{i}" for i, symbol in enumerate(dict.fromkeys(r.origin for r in rules))}
     definitions = {each.name: each for each in terminals}
     more = Rules()

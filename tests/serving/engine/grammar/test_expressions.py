@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import xgrammar
@@ -162,7 +163,7 @@ def test_templates_ranges_and_flags() -> None:
         ("start: (", "is not a Lark grammar"),
         ("begin: A", "is not a Lark grammar"),
         ("start: missing", "is not a Lark grammar.*missing"),
-        ("%import nowhere.A\nstart: A", "is not a Lark grammar"),
+        ("%import nowhere.A\nstart: A", "imports is not in Lark's library"),
         ("%declare A\nstart: A", "A is declared without a definition"),
         ("start: /a(?=b)/", "look-ahead"),
     ],
@@ -170,3 +171,12 @@ def test_templates_ranges_and_flags() -> None:
 def test_a_lark_grammar_that_cannot_be_converted(grammar: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         lark_as_ebnf(grammar, "plain")
+
+
+def test_a_lark_grammar_cannot_import_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.lark").write_text('A: "a"\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match="imports is not in Lark's library"):
+        lark_as_ebnf("%import .mine.A\nstart: A", "plain")
