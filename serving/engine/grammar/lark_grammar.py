@@ -7,6 +7,7 @@ matching texts.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from weft.errors import RequestError
@@ -16,10 +17,9 @@ from weft.serving.engine.grammar.expressions import Rules, expression_as_ebnf
 if TYPE_CHECKING:
     from lark.grammar import Symbol
     from lark.lexer import TerminalDef
+    from lark.load_grammar import PackageResource
 
 START = "start"
-# Lark looks beside the grammar's file for relative imports. No file can be there.
-_SOURCE = "/dev/null/grammar"
 # The end in Lark's own ESCAPED_STRING, and the same without a look-behind.
 _QUOTED, _QUOTED_AGAIN = r'.*?(?<!\\)(\\\\)*?"', r'([^"\\\n]|\\.)*"'
 
@@ -35,13 +35,10 @@ def lark_as_ebnf(definition: str, writing: Writing) -> str:
     from lark.load_grammar import load_grammar
 
     try:
-        grammar, _ = load_grammar(definition, _SOURCE, [], False)  # type: ignore[no-untyped-call]
+        grammar, _ = load_grammar(definition, "<grammar>", [_from_library], False)  # type: ignore[no-untyped-call]
         terminals, rules, ignored = grammar.compile([START], "*")
     except LarkError as error:
-        reason = _brief(error).replace(_SOURCE, "the definition")
-        raise RequestError(f"it is not a Lark grammar: {reason}") from None
-    except OSError:
-        raise RequestError("one of its imports is not in Lark's library") from None
+        raise RequestError(f"it is not a Lark grammar: {_brief(error)}") from None
     names = {symbol: f"rule{i}" for i, symbol in enumerate(dict.fromkeys(r.origin for r in rules))}
     definitions = {each.name: each for each in terminals}
     more = Rules()
@@ -63,6 +60,24 @@ def lark_as_ebnf(definition: str, writing: Writing) -> str:
         unread = [f"({_terminal(definitions[name], writing, more)})" for name in ignored]
         lines.append(f"ignored ::= {more.repeated(unread)}")
     return "\n".join([*lines, *more.lines])
+
+
+def _from_library(place: PackageResource | str | None, name: str) -> tuple[PackageResource, str]:
+    """Find an imported grammar in Lark's library, where the imports of its grammars also are.
+
+    Args:
+        place: folder of the importing grammar if the import is relative; a text for the request's.
+        name: the file's name in this folder, or in the library.
+
+    Raises:
+        RequestError: the library has no such grammar. Without an error, Lark would look for a file.
+    """
+    from lark.load_grammar import stdlib_loader
+
+    if not isinstance(place, str):
+        with suppress(OSError):
+            return stdlib_loader(place, name)
+    raise RequestError(f"its import {name.removesuffix('.lark')!r} is not in Lark's library")
 
 
 def _terminal(terminal: TerminalDef, writing: Writing, rules: Rules) -> str:
