@@ -108,12 +108,15 @@ class Reader(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         head = (
-            f"POST {self._path} HTTP/1.1\r\nhost: mock\r\ncontent-type: application/json\r\n"
+            f"POST {self._path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
             f"content-length: {len(self._body)}\r\n\r\n"
         )
         transport.write(head.encode() + self._body)
 
     def data_received(self, data: bytes) -> None:
+        if not self._tail and not data.startswith(b"HTTP/1.1 200"):
+            self._fail(f"the server answers {data[:200]!r}")
+            return
         # What a read cuts in two is counted with the next one.
         self.events += self._count(self._EVENT, data)
         self.tokens += self._count(self._TOKEN, data)
@@ -132,6 +135,11 @@ class Reader(asyncio.Protocol):
     def _end(self) -> None:
         if not self.last.done():
             self.last.set_result(None)
+
+    def _fail(self, reason: str) -> None:
+        for future in (self.first, self.last):
+            if not future.done():
+                future.set_exception(RuntimeError(reason))
 
 
 @asynccontextmanager
