@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -12,6 +9,7 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_create_params
+from support.field_tables import field_table
 
 from weft.serving.api.anthropic.requests import CountRequest, MessagesRequest
 
@@ -23,7 +21,6 @@ THEIRS = {
     "messages": (message_create_params, beta_create_params),
     "count_tokens": (message_count_tokens_params, beta_count_tokens_params),
 }
-DOCUMENT = Path(__file__).parents[4] / "docs" / "api.md"
 REQUIRED: dict[str, Any] = {
     "model": "tiny",
     "max_tokens": 4,
@@ -103,34 +100,12 @@ NOT_TAKEN: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A field in the table."""
-
-    field: str
-    says: dict[Route, str]
-
-
-def rows() -> list[Row]:
-    text = DOCUMENT.read_text().partition("### Fields of messages")[2]
-    lines = [line for line in text.partition("\n### ")[0].splitlines() if line.startswith("| `")]
-    found = []
-    for line in lines:
-        names, _, messages, count, _ = (cell.strip() for cell in line[2:].split(" |", 4))
-        says: dict[Route, str] = {"messages": messages, "count_tokens": count}
-        found += [Row(name, says) for name in re.findall(r"`(\w+)`", names)]
-    return found
-
-
-ROWS = rows()
+ROWS = field_table("Fields of messages", *ROUTES)
 
 
 def post(http: httpx.Client, route: Route, fields: dict[str, Any]) -> httpx.Response:
-    body = REQUIRED if route == "messages" else {**REQUIRED}
-    if route == "messages":
-        body = body | {"temperature": 0}
-    else:
-        del body["max_tokens"]
+    known = MODELS[route].model_fields
+    body = {name: each for name, each in (REQUIRED | {"temperature": 0}).items() if name in known}
     return http.post(PATHS[route], json=body | fields)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import pytest
 from openai.types import completion_create_params as openai_completion
 from openai.types.chat import completion_create_params as openai_chat
+from support.field_tables import field_table
 
 from weft.serving.api.openai.requests import ChatRequest, CompletionRequest
 
@@ -18,7 +17,6 @@ Route = Literal["chats", "completions"]
 ROUTES: tuple[Route, ...] = ("chats", "completions")
 PATHS = {"chats": "/v1/chat/completions", "completions": "/v1/completions"}
 MODELS = {"chats": ChatRequest, "completions": CompletionRequest}
-DOCUMENT = Path(__file__).parents[4] / "docs" / "api.md"
 MESSAGES = [{"role": "user", "content": "the weft"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -122,27 +120,7 @@ NOT_TAKEN: dict[str, Any] = {
 WITHOUT_EFFECT = {"temperature": 0, "max_tokens": 4}
 
 
-@dataclass(frozen=True)
-class Row:
-    """A field in the table."""
-
-    field: str
-    origin: str
-    says: dict[Route, str]
-
-
-def rows() -> list[Row]:
-    text = DOCUMENT.read_text().partition("### Fields of chats and completions")[2]
-    lines = [line for line in text.partition("\n### ")[0].splitlines() if line.startswith("| `")]
-    found = []
-    for line in lines:
-        names, origin, chats, completions, _ = (cell.strip() for cell in line[2:].split(" |", 4))
-        says: dict[Route, str] = {"chats": chats, "completions": completions}
-        found += [Row(name, origin, says) for name in re.findall(r"`(\w+)`", names)]
-    return found
-
-
-ROWS = rows()
+ROWS = field_table("Fields of chats and completions", *ROUTES)
 
 
 def post(http: httpx.Client, route: Route, fields: dict[str, Any]) -> httpx.Response:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import xgrammar
+from support.patches import PATCH_GRAMMAR
 
 from weft.serving.api.parsing.formats import TOOL_FORMATS, ToolFormat
 from weft.serving.api.parsing.harmony import HarmonyParser
@@ -22,28 +23,6 @@ from weft.serving.api.responses.tool_input import ToolInput
 from weft.serving.engine.grammar.structural_tag import as_format, tag_of
 from weft.serving.engine.sampling_params import Grammar
 
-# As coding agents send it for their patches.
-PATCH_GRAMMAR = """
-start: begin_patch hunk+ end_patch
-begin_patch: "*** Begin Patch" LF
-end_patch: "*** End Patch" LF?
-
-hunk: add_hunk | delete_hunk | update_hunk
-add_hunk: "*** Add File: " filename LF add_line+
-delete_hunk: "*** Delete File: " filename LF
-update_hunk: "*** Update File: " filename LF change_move? change?
-
-filename: /(.+)/
-add_line: "+" /(.*)/ LF -> line
-
-change_move: "*** Move to: " filename LF
-change: (change_context | change_line)+ eof_line?
-change_context: ("@@" | "@@ " /(.+)/) LF
-change_line: ("+" | "-" | " ") /(.*)/ LF
-eof_line: "*** End of File" LF
-
-%import common.LF
-"""
 PATCH = (
     "*** Begin Patch\n*** Update File: a/é.py\n@@ def f():\n-\tx = \"1\\n\"\n+  y = '日本😀'\n \n"
     "*** Add File: b\n+\n*** End Patch"

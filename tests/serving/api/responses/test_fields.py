@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types.responses.input_token_count_params import InputTokenCountParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from support.field_tables import field_table
 from support.server import Server
 
 from weft.serving.api.responses.requests import InputTokensRequest, ResponsesRequest
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "api.md"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 TAKEN: dict[str, list[Any]] = {
     "model": ["echo"],
@@ -70,18 +68,7 @@ NOT_TAKEN: dict[str, Any] = {
 }
 
 
-def rows() -> dict[str, str]:
-    """The table's fields, with their entries."""
-    text = DOCUMENT.read_text().partition("### Fields of responses")[2]
-    found = {}
-    for line in text.partition("\n### ")[0].splitlines():
-        if line.startswith("| `"):
-            names, _, says, _ = (cell.strip() for cell in line[2:].split(" |", 3))
-            found |= dict.fromkeys(re.findall(r"`(\w+)`", names), says)
-    return found
-
-
-ROWS = rows()
+ROWS = {row.field: row.says["responses"] for row in field_table("Fields of responses", "responses")}
 
 
 def named(*kinds: str) -> list[str]:

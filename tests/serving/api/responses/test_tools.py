@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai.types.responses.tool_param import ToolParam
 from support.documents import check_documented, check_type
+from support.patches import PATCH_GRAMMAR
 from support.server import Server
 
 from weft.errors import RequestError
@@ -20,27 +21,6 @@ WEATHER = {"type": "function", "name": "get_weather", "parameters": CITY, "stric
 GROUP = {"type": "namespace", "name": "mcp__maps", "description": "Maps.", "tools": [WEATHER]}
 SHELL = {"type": "custom", "name": "shell", "description": "Runs a command."}
 VERSION = {"type": "grammar", "syntax": "regex", "definition": r'v\d{1,3}\.\d{1,3}"\n'}
-PATCH_GRAMMAR = r"""
-start: begin_patch hunk+ end_patch
-begin_patch: "*** Begin Patch" LF
-end_patch: "*** End Patch" LF?
-
-hunk: add_hunk | delete_hunk | update_hunk
-add_hunk: "*** Add File: " filename LF add_line+
-delete_hunk: "*** Delete File: " filename LF
-update_hunk: "*** Update File: " filename LF change_move? change?
-
-filename: /(.+)/
-add_line: "+" /(.*)/ LF -> line
-
-change_move: "*** Move to: " filename LF
-change: (change_context | change_line)+ eof_line?
-change_context: ("@@" | "@@ " /(.+)/) LF
-change_line: ("+" | "-" | " ") /(.*)/ LF
-eof_line: "*** End of File" LF
-
-%import common.LF
-"""
 PATCH = "*** Begin Patch\n*** Update File: é.py\n@@ f\n-\"a\"\n+\t'b'\n*** End Patch"
 WORDS = {
     "type": "grammar",
