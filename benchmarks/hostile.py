@@ -1,8 +1,12 @@
 """Hostile requests, and their effect on a server's other clients.
 
-    python benchmarks/hostile.py                       the bundled model, bodies of 31 MiB
+    python benchmarks/hostile.py                       bodies of 31 MiB
     python benchmarks/hostile.py --quick               bodies of 1 MiB, each kind once
     python benchmarks/hostile.py ./MODEL --tp 2        arguments of weft serve
+
+The model is weft-demo with a context of 131,072 tokens, because a server's limits for bodies grow
+with the context. It runs on one thread: if any process takes a core away, OpenMP's threads wait for
+each other, and a step takes much longer.
 
 The server gets several bodies for each kind, in sequence. Meanwhile a victim reads a
 streamed answer, and a probe asks for /health. The table has, for each kind:
@@ -36,17 +40,22 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import copytree
 from statistics import median
+from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
-from hostile_bodies import TEXT, Body, bodies, easy_schema, hard_schema, small
+from hostile_bodies import CONTEXT, TEXT, Body, bodies, easy_schema, hard_schema, small
 from soak import serving
+
+from weft.models.checkpoint.locate import locate
 
 SETTLE = 0.5  # seconds between two bodies; a pause shows when it ends
 PATIENCE = 300.0  # seconds for an answer
 HARD = 10  # hard schemas at once
+DEMO = "weft-demo"
 
 
 @dataclass
@@ -283,19 +292,27 @@ COLUMNS = "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
 async def report(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Measure, and print the table or JSON."""
     mib, count, hard = (1.0, 1, 2) if options.quick else (options.mib, options.count, HARD)
-    rows = measure(
-        arguments or ["weft-demo"],
-        lambda kind: options.only in kind,
-        mib=mib,
-        count=count,
-        hard=hard,
-    )
-    if options.json:
-        print(json.dumps([asdict(row) async for row in rows], indent=1))
-        return
-    print(HEADER, COLUMNS, sep="\n", flush=True)
-    async for row in rows:
-        print(f"| {' | '.join(row.cells())} |", flush=True)
+    with TemporaryDirectory() as folder:
+        if not arguments:
+            arguments = [str(with_context(Path(folder) / DEMO, CONTEXT)), "--threads=1"]
+        rows = measure(
+            arguments, lambda kind: options.only in kind, mib=mib, count=count, hard=hard
+        )
+        if options.json:
+            print(json.dumps([asdict(row) async for row in rows], indent=1))
+            return
+        print(HEADER, COLUMNS, sep="\n", flush=True)
+        async for row in rows:
+            print(f"| {' | '.join(row.cells())} |", flush=True)
+
+
+def with_context(folder: Path, context: int) -> Path:
+    """Make a copy of the bundled model with another context, in tokens; returns its folder."""
+    copytree(locate(DEMO), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = context
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def main() -> None:

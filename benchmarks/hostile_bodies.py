@@ -65,28 +65,31 @@ class Kind:
         return head + middle + self.tail.encode()
 
 
-def _text(path: str, head: str, text: str, tail: str = '"}') -> Kind:
-    return Kind(path, f'{head}"', text * 500, tail, comma="")
+def _text(path: str, head: str, text: str, tail: str = '"}', most: int = 1 << 40) -> Kind:
+    return Kind(path, f'{head}"', text * 500, tail, most, comma="")
 
 
+CONTEXT = 1 << 17
+"""Tokens in the context of the model under test: a server's limits grow with it."""
 _HI = '{"role":"user","content":"hi"}'
 _CALL = '{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}'
-_FEW = 30_000  # elements, few enough to be read
+_FEW = 16_000  # elements, few enough to be read
+_NUMBERS = 260_000  # the same for numbers
 
 KINDS = {
     "wrong: stop": Kind(TEXT, '"prompt":"a","stop":[', "1", "]}"),
-    "wrong: stop, few": Kind(TEXT, '"prompt":"a","stop":[', "1", "]}", 1_000_000),
+    "wrong: stop, few": Kind(TEXT, '"prompt":"a","stop":[', "1", "]}", _NUMBERS),
     "wrong: messages": Kind(CHAT, '"messages":[', "0", "]}"),
-    "wrong: messages, few": Kind(CHAT, '"messages":[', "0", "]}", 1_000_000),
+    "wrong: messages, few": Kind(CHAT, '"messages":[', "0", "]}", _NUMBERS),
     "wrong: tools": Kind(CHAT, f'"messages":[{_HI}],"tools":[', "1", "]}"),
-    "wrong: metadata, few": Kind(TEXT, '"prompt":"a","metadata":{', '"#######":1', "}}", 100_000),
+    "wrong: metadata, few": Kind(TEXT, '"prompt":"a","metadata":{', '"#######":1', "}}", 60_000),
     "wrong: tokens": Kind(DETOKENIZE, '"tokens":[', '""', "]}"),
     "wrong: inputs": Kind(EMBEDDINGS, '"input":[', "0.5", "]}"),
     "wrong: items, few": Kind(RESPONSES, '"input":[', '{"type":"message"}', "]}", _FEW),
     "unknown fields": Kind(TEXT, '"prompt":"a",', '"#######":1', "}"),
-    "unknown fields, few": Kind(TEXT, '"prompt":"a",', '"#######":1', "}", 100_000),
+    "unknown fields, few": Kind(TEXT, '"prompt":"a",', '"#######":1', "}", 60_000),
     "deep": Kind(CHAT, '"messages":[', "[" * 199 + "]" * 199, "]}"),
-    "deep, few": Kind(CHAT, '"messages":[', "[" * 190 + "]" * 190, "]}", 150),
+    "deep, few": Kind(CHAT, '"messages":[', "[" * 190 + "]" * 190, "]}", 80),
     "wide: empty lists": Kind(CHAT, '"messages":[', "[]", "]}"),
     "wide: schema, few": Kind(
         TEXT,
@@ -102,7 +105,7 @@ KINDS = {
     ),
     "items": Kind(RESPONSES, '"input":[', _HI, "]}"),
     "items, few": Kind(RESPONSES, '"input":[', _HI, "]}", _FEW),
-    "calls, few": Kind(RESPONSES, '"input":[', _CALL, "]}", 12_000),
+    "calls, few": Kind(RESPONSES, '"input":[', _CALL, "]}", 7_000),
     "Anthropic messages": Kind(MESSAGES, '"max_tokens":9,"messages":[', _HI, "]}"),
     "Anthropic messages, few": Kind(MESSAGES, '"max_tokens":9,"messages":[', _HI, "]}", _FEW),
     "tools, few": Kind(
@@ -113,20 +116,22 @@ KINDS = {
         _FEW // 2,
     ),
     "token ids": Kind(TEXT, '"prompt":[', "1234", "]}"),
-    "token ids, few": Kind(TEXT, '"prompt":[', "1234", "]}", 1_300_000),
-    "token ids to decode, few": Kind(DETOKENIZE, '"tokens":[', "1234", "]}", 1_300_000),
+    "token ids, few": Kind(TEXT, '"prompt":[', "1234", "]}", _NUMBERS),
+    "token ids to decode, few": Kind(DETOKENIZE, '"tokens":[', "1234", "]}", _NUMBERS),
     "long numbers": Kind(TEXT, '"prompt":[', "9" * 4300, "]}"),
     "text": _text(TEXT, '"prompt":', "a bcd"),
     "text of a message": _text(CHAT, '"messages":[{"role":"user","content":', "a bcd", tail='"}]}'),
     "text of Chinese": _text(TEXT, '"prompt":', "我们"),
+    "text of Chinese, few": _text(TEXT, '"prompt":', "我们", most=4_000),
     "text of emoji": _text(TEXT, '"prompt":', "\U0001f600"),
+    "text of emoji, few": _text(TEXT, '"prompt":', "\U0001f600", most=6_000),
     "text of escapes": _text(TEXT, '"prompt":', r"\n"),
-    "text of escapes, few": Kind(TEXT, '"prompt":"', r"\u4e2d" * 500, '"}', 4_000, comma=""),
+    "text of escapes, few": _text(TEXT, '"prompt":', r"\u4e2d", most=2_000),
     "text to count": _text(TOKENIZE, '"prompt":', "a bcd"),
     "texts to embed": Kind(EMBEDDINGS, '"input":[', f'"{"a b " * 2000}"', "]}", 2048),
 }
 """Kinds of bodies by name. Where bodies of full size are refused before they are read, a second
-kind has few enough elements to be read: its size is in the table."""
+kind has few enough elements to be read with a context of `CONTEXT`: its size is in the table."""
 
 
 def bodies(model: str, size: int) -> list[Body]:

@@ -31,7 +31,7 @@ from pydantic_core import (
 from weft.errors import RequestError
 from weft.serving.api.body_room import LARGE
 from weft.serving.api.errors import explain, field_name
-from weft.serving.api.json_counts import Counts, count
+from weft.serving.api.json_counts import MOST, Counts, count, limits
 from weft.serving.api.middleware.request_context import heavy
 from weft.serving.engine.sampling_params import is_unicode
 
@@ -239,7 +239,8 @@ async def _validated(state: ServerState, model: type[Body], request: Request) ->
     """Read and validate a body; None if it is empty.
 
     A large body is read in a thread, and its values are counted first. Its lists and objects are
-    validated one by one in Python, so the event loop gets its turn in between.
+    validated one by one in Python, so the event loop gets its turn in between. Large bodies are
+    counted in turn, because the event loop would wait for each thread that counts.
 
     Raises:
         RequestError: the body is invalid, or other large bodies take all the room.
@@ -254,15 +255,23 @@ async def _validated(state: ServerState, model: type[Body], request: Request) ->
             return None
         if arriving.size <= LARGE:
             return _valid(model, chunks)
-        counts = await asyncio.to_thread(lambda: count(b"".join(chunks)))
+        most = MOST if state.engine is None else limits(state.engine.info.max_model_len)
+        async with state.counting:
+            counts = await asyncio.to_thread(_join_and_count, chunks, most)
         if counts.containers > _HEAVY.containers or counts.values > _HEAVY.values:
             heavy.set(True)
         return await state.aside(_valid, model, chunks)
 
 
+def _join_and_count(chunks: list[bytes], most: Counts) -> Counts:
+    data = b"".join(chunks)
+    chunks[:] = [data]  # the parts would take as much memory as the whole
+    return count(data, most)
+
+
 def _valid(model: type[Body], chunks: list[bytes]) -> Body:
     data = b"".join(chunks)
-    chunks.clear()  # the parts would take as much memory as the whole
+    chunks.clear()
     content = read_json(data)
     del data
     try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from weft.errors import RequestError
 
-LARGE = 1 << 16
+LARGE = 1 << 15
 """Bytes; smaller bodies always have room, because the number of connections is bounded."""
 ROOM = 256 * 1024 * 1024
 """Bytes of all bodies together; eight times the largest body."""

@@ -53,6 +53,7 @@ class ServerState:
         response_memory: a setting in `ServerConfig`.
         open_paths: paths that need no API key; None if the server has no keys.
         body_room: memory for large bodies.
+        counting: held while a large body's values are counted.
         metrics: counters and latencies.
         batches: files and batches.
         responses: stored responses.
@@ -73,6 +74,7 @@ class ServerState:
     response_memory: int = 0
     open_paths: frozenset[str] | None = None
     body_room: BodyRoom = field(init=False, default_factory=BodyRoom)
+    counting: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     metrics: Metrics = field(init=False)
     batches: BatchService = field(init=False)
     responses: ResponseStore = field(init=False)

@@ -10,8 +10,8 @@ from weft.errors import RequestError
 from weft.serving.api.conversation import Conversation
 from weft.serving.api.openai.messages import Message
 from weft.serving.api.responses.items import (
-    ITEMS,
     InputItem,
+    encoded,
     messages_of,
     named,
     references,
@@ -87,7 +87,7 @@ class Turn:
             place = bisect_left(turns, True, key=lambda i: fits(self._of(_since(items, i))))
             items = _since(items, turns[min(place, len(turns) - 1)])
             conversation = self._of(items)
-        self.items = ITEMS.dump_json(items, by_alias=True, exclude_none=True)
+        self.items = encoded(items)
         self.ids = references(items)
         return conversation
 

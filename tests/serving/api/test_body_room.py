@@ -21,7 +21,7 @@ BODY = 32 * MIB
 
 
 def fill(body: ArrivingBody, size: int) -> None:
-    """Add parts with 64 KiB each."""
+    """Add parts with 32 KiB each."""
     for _ in range(size // LARGE):
         body.add(bytes(LARGE))
 

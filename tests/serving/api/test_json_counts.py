@@ -13,7 +13,7 @@ from support.server import Server
 
 from weft.errors import RequestError
 from weft.serving.api import body_room, json_counts
-from weft.serving.api.json_counts import LIMITS, Counts, count
+from weft.serving.api.json_counts import LEAST, MOST, Counts, count, limits
 
 TEXTS = st.text(alphabet='a"\\[]{},:é\n', max_size=12)
 VALUES = st.recursive(
@@ -44,16 +44,17 @@ def test_a_count_is_that_of_a_reader(value: Any, ascii: bool, chunk: int) -> Non
     data = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_counts, "_CHUNK", chunk)
-        found = count(data)
+        found = count(data, MOST)
     wanted, empty = counted(value)
     escapes = len(re.findall(rb"\\.", data))
-    assert found == wanted._replace(values=wanted.values + empty, escapes=escapes)
+    wide = sum(byte >= 128 for byte in data)
+    assert found == wanted._replace(values=wanted.values + empty, escapes=escapes, wide=wide)
 
 
 def test_a_fault_hides_nothing_before_it() -> None:
-    data = b"[" + b"[]," * LIMITS.containers + b'\\"'
+    data = b"[" + b"[]," * MOST.containers + b'\\"'
     with pytest.raises(RequestError, match="more than 32,768 objects and lists"):
-        count(data)
+        count(data, MOST)
 
 
 def many(element: str, number: int) -> bytes:
@@ -63,11 +64,12 @@ def many(element: str, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (many("[]", LIMITS.containers), "more than 32,768 objects and lists"),
-        (many('{"a":0}', LIMITS.containers), "more than 32,768 objects and lists"),
-        (many('""', LIMITS.texts), "more than 131,072 texts"),
-        (many("0", LIMITS.values), "more than 1,310,720 values"),
-        (many('"' + r"\n\\" * LIMITS.escapes + '"', 1), "more than 2,097,152 escapes"),
+        (many("[]", LEAST.containers), "more than 16,384 objects and lists"),
+        (many('{"a":0}', LEAST.containers), "more than 16,384 objects and lists"),
+        (many('""', LEAST.texts), "more than 65,536 texts"),
+        (many("0", LEAST.values), "more than 262,144 values"),
+        (many('"' + r"\n\\" * LEAST.escapes + '"', 1), "more than 1,048,576 escapes"),
+        (many('"' + "é" * (LEAST.wide // 2) + '€"', 1), "more than 12,582,912 bytes outside ASCII"),
         (many("9" * 1000, 100), "a number with 400 or more digits"),
     ],
 )
@@ -83,8 +85,7 @@ def test_too_many_values_are_refused_before_they_are_read(
 
 
 def test_as_many_as_the_limit_are_read(echo: Server) -> None:
-    """Numbers in a list take the least time, so the prompt may be as long as any context."""
-    data = many("5", LIMITS.values - 8)
+    data = many("5", LEAST.values - 8)
     answer = echo.http.post(
         "/v1/completions", content=data, headers={"content-type": "application/json"}
     )
@@ -93,10 +94,19 @@ def test_as_many_as_the_limit_are_read(echo: Server) -> None:
 
 def test_small_bodies_are_not_counted() -> None:
     """They cannot have too many values."""
-    least = (2, 3, 2, 2)  # bytes of `[]` and of `"",` and of `0,` and of `\\n`
-    for most, size in zip(LIMITS, least, strict=True):
+    least = (2, 3, 2, 2, 1)  # bytes of `[]` and of `"",` and of `0,` and of `\\n`
+    for most, size in zip(LEAST, least, strict=True):
         assert most * size >= body_room.LARGE
 
 
 def test_long_texts_of_digits_are_no_numbers() -> None:
-    assert count(json.dumps(["1" * 100_000, 10**300, 1e300]).encode()).values == 4
+    assert count(json.dumps(["1" * 100_000, 10**300, 1e300]).encode(), MOST).values == 4
+
+
+@pytest.mark.parametrize("context", [16, 2048, 1 << 17, 1 << 20, 1 << 24])
+def test_limits_grow_with_the_context(context: int) -> None:
+    found = limits(context)
+    assert all(a <= each <= b for a, each, b in zip(LEAST, found, MOST, strict=True))
+    assert found.values > min(context, 1_300_000)  # so a prompt of token ids can fill the context
+    assert limits(16) == LEAST
+    assert limits(1 << 24) == MOST

@@ -10,7 +10,7 @@ import pytest
 from support.server import Server
 
 from weft.errors import RequestError
-from weft.serving.api.responses.items import IGNORED, ITEMS, messages_of, seal, unseal
+from weft.serving.api.responses.items import IGNORED, InputItem, messages_of, seal, unseal
 from weft.serving.api.responses.tools import NamespaceTool, Toolbox
 
 SHELL = {"type": "custom", "name": "shell", "description": "Runs a command."}
@@ -70,7 +70,7 @@ AGENT: list[dict[str, Any]] = [
 
 def test_the_messages_of_an_agent_s_turn() -> None:
     toolbox = Toolbox([NamespaceTool.model_validate(GROUP)])
-    items = [item for item in ITEMS.validate_python(AGENT) if item.type != "ignored"]
+    items = [item for item in map(InputItem.model_validate, AGENT) if item.type != "ignored"]
     messages = [each.model_dump(exclude_none=True) for each in messages_of(items, toolbox)]
     assert [message["role"] for message in messages] == [
         *("developer", "user", "assistant", "tool", "tool"),
