@@ -38,9 +38,7 @@ LEAST = Counts(containers=1 << 14, texts=1 << 16, values=1 << 18, escapes=1 << 2
 """Maximum numbers in a body for a model with a short context."""
 MOST = Counts(containers=1 << 15, texts=1 << 17, values=5 << 18, escapes=1 << 20, wide=12 << 20)
 """The same for a model with a long context."""
-_NAMES = Counts(  # type: ignore[arg-type]
-    "objects and lists", "texts", "values", "escapes", "bytes outside ASCII"
-)
+_NAMES = ("objects and lists", "texts", "values", "escapes", "bytes outside ASCII")
 MAX_DIGITS = 400
 """Maximum digits in a number: reading takes the square of their number. No double has more."""
 _DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in range(256))
