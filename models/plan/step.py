@@ -24,9 +24,10 @@ drawn evenly.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Literal, TypeVar
 
 from weft.models.plan.batch import Batch
 from weft.models.spec.layout import Layout
@@ -40,6 +41,7 @@ from weft.models.spec.spec import (
     WeightSpec,
 )
 
+Value = TypeVar("Value")
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Ranks = Literal["tensor", "context", "data", "stage"]
 """Which ranks exchange: groups in models/torch/group.py, or two neighbouring stages."""
@@ -129,57 +131,72 @@ class Precision:
         return size * (1 + self.item / weight.shape[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step of one engine, as rank `layout.rank` computes it.
+class RankModel:
+    """One rank's part of a model, prepared to list the operators of any step.
 
-    Attributes:
+    Args:
         spec: the whole model.
         layout: the rank's layout.
-        batch: the tokens in each data-parallel attention group.
         precision: number formats.
         overlapped: the products' exchanges are hidden behind them, with sharded tokens.
     """
 
-    spec: ModelSpec
-    layout: Layout
-    batch: Batch
-    precision: Precision = Precision()
-    overlapped: bool = False
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        precision: Precision = Precision(),
+        *,
+        overlapped: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.precision = precision
+        self.overlapped = overlapped
+        self.local = layout.local(spec)
+        alike = [_without_names(layer) for layer in self.local.layers]
+        self._last = alike.pop() if self.local.is_last else None
+        self._layers = Counter(alike)
 
-    def operators(self) -> list[Operator]:
-        """Return the operators in order; those of equal layers are one."""
-        local = self.layout.local(self.spec)
-        found: dict[Operator, int] = {}
-        for operator in self._operators(local):
-            found[operator] = found.get(operator, 0) + operator.times
-        return [replace(operator, times=times) for operator, times in found.items()]
+    def operators(self, batch: Batch) -> list[Operator]:
+        """Return a step's operators in order; those of equal layers are one.
 
-    def _operators(self, local: ModelSpec) -> Iterator[Operator]:
-        tokens, requests = self.batch.tokens, self.batch.requests
-        hidden = self.spec.hidden_size * self.precision.item
+        Args:
+            batch: the tokens in each data-parallel attention group.
+        """
+        return list(self._operators(batch))
+
+    def _operators(self, batch: Batch) -> Iterator[Operator]:
+        local, tokens = self.local, batch.tokens
+        hidden = local.hidden_size * self.precision.item
         if local.is_first:
-            summed = self._all_reduce(tokens)
+            summed = self._exchange("all_reduce", tokens)
             yield Operator("embedding", 0, 2 * tokens * hidden, summed)
-        for i, layer in enumerate(local.layers):
-            yield from self._attention(local, layer.attention)
-            last = local.is_last and i == len(local.layers) - 1
-            yield from self._feed_forward(layer, requests if last else tokens)
-        if local.is_last:
-            yield self._lm_head(local)
+        for layer, times in self._layers.items():
+            for operator in self._layer(layer, batch, tokens):
+                yield replace(operator, times=times)
+        if self._last is not None:
+            yield from self._layer(self._last, batch, batch.requests)
+            yield self._lm_head(batch.requests)
         if self.layout.pp > 1:
-            payload = requests * TOKEN if local.is_last else tokens * hidden
+            payload = batch.requests * TOKEN if local.is_last else tokens * hidden
             yield Operator("next stage", 0, 0, (Exchange("send", "stage", 2, payload),))
 
-    def _all_reduce(self, rows: int) -> tuple[Exchange, ...]:
-        """Return the exchange that sums a product's rows over the ranks."""
-        return self._exchange("all_reduce", rows)
+    def _layer(self, layer: LayerSpec, batch: Batch, rows: int) -> Iterator[Operator]:
+        """Return a layer's operators; its feed-forward has `rows` rows."""
+        yield from self._attention(layer.attention, batch)
+        block = layer.feed_forward
+        if isinstance(block, MlpSpec):
+            inner = (block.gate.weight, block.up.weight)
+            yield self._product("gate + up", rows, inner, self._into(rows))
+            yield self._product("down", rows, (block.down.weight,), self._out_of(rows))
+        else:
+            yield from self._experts(block, rows)
 
     def _exchange(self, kind: Collective, rows: int) -> tuple[Exchange, ...]:
         size = self.layout.dense_size
         if size == 1 or not rows:
             return ()
-        payload = rows * self.spec.hidden_size * self.precision.item
+        payload = rows * self.local.hidden_size * self.precision.item
         return (Exchange(kind, "tensor", size, payload),)
 
     def _into(self, rows: int) -> tuple[Exchange, ...]:
@@ -207,8 +224,8 @@ class Step:
             what, 2 * rows * size, read if rows else 0, exchanges, self.overlapped and size > 0
         )
 
-    def _attention(self, local: ModelSpec, attention: AttentionSpec) -> Iterator[Operator]:
-        batch, tokens, cp = self.batch, self.batch.tokens, self.layout.cp
+    def _attention(self, attention: AttentionSpec, batch: Batch) -> Iterator[Operator]:
+        local, tokens, cp = self.local, batch.tokens, self.layout.cp
         q = attention.q.weight
         yield self._product(
             "qkv", tokens, (q, attention.k.weight, attention.v.weight), self._into(tokens)
@@ -224,36 +241,24 @@ class Step:
         prefill_read = batch.prefills * min(2 * batch.prefill_context, seen + tokens) / cp
         read = key_bytes * (decode_keys + prefill_read + tokens / cp)
         read += 2 * tokens * heads * local.head_dim * self.precision.item
-        yield Operator("attention", flops, read, self._attention_exchanges(tokens, heads, local))
+        yield Operator("attention", flops, read, self._attention_exchanges(tokens, heads))
         yield self._product("o", tokens, (attention.o.weight,), self._out_of(tokens))
 
-    def _attention_exchanges(
-        self, tokens: int, heads: int, local: ModelSpec
-    ) -> tuple[Exchange, ...]:
+    def _attention_exchanges(self, tokens: int, heads: int) -> tuple[Exchange, ...]:
         """Return what ranks that share keys exchange: all queries, and each rank's results."""
         cp = self.layout.cp
         if cp == 1:
             return ()
-        queries = tokens * heads * local.head_dim * self.precision.item
-        parts = cp * tokens * heads * (local.head_dim + 1) * FLOAT32
+        queries = tokens * heads * self.local.head_dim * self.precision.item
+        parts = cp * tokens * heads * (self.local.head_dim + 1) * FLOAT32
         return (
             Exchange("all_gather", "context", cp, queries),
             Exchange("all_to_all", "context", cp, parts),
         )
 
-    def _feed_forward(self, layer: LayerSpec, rows: int) -> Iterator[Operator]:
-        block = layer.feed_forward
-        if isinstance(block, MlpSpec):
-            yield self._product(
-                "gate + up", rows, (block.gate.weight, block.up.weight), self._into(rows)
-            )
-            yield self._product("down", rows, (block.down.weight,), self._out_of(rows))
-            return
-        yield from self._experts(block, rows)
-
     def _experts(self, moe: MoeSpec, rows: int) -> Iterator[Operator]:
         """Return the router and the experts; `rows` are those of each attention group."""
-        layout, item, hidden = self.layout, self.precision.item, self.spec.hidden_size
+        layout, item, hidden = self.layout, self.precision.item, self.local.hidden_size
         groups = layout.dp_size
         all_rows = rows * groups
         yield self._product("router", all_rows, (moe.router,), self._into(rows))
@@ -280,9 +285,9 @@ class Step:
             kernels=4,  # sort the tokens, two grouped products, weigh their results
         )
 
-    def _lm_head(self, local: ModelSpec) -> Operator:
+    def _lm_head(self, requests: int) -> Operator:
+        local, size = self.local, self.layout.dense_size
         weight = local.embedding if local.lm_head is None else local.lm_head
-        requests, size = self.batch.requests, self.layout.dense_size
         head = self._product("lm head", requests, (weight,))
         exchanges: tuple[Exchange, ...] = ()
         if size > 1 and requests:
@@ -291,8 +296,22 @@ class Step:
         return replace(head, exchanges=exchanges, overlapped=False)
 
 
-def stages(step: Step) -> list[list[Operator]]:
-    """Return the operators of the first rank in each pipeline stage."""
-    layout = step.layout
-    first = (stage * layout.stage_size for stage in range(layout.pp))
-    return [replace(step, layout=replace(layout, rank=rank)).operators() for rank in first]
+def stages(
+    spec: ModelSpec, layout: Layout, precision: Precision, *, overlapped: bool = False
+) -> list[RankModel]:
+    """Return the first rank in each pipeline stage."""
+    ranks = (stage * layout.stage_size for stage in range(layout.pp))
+    layouts = [replace(layout, rank=rank) for rank in ranks]
+    return [RankModel(spec, each, precision, overlapped=overlapped) for each in layouts]
+
+
+def _without_names(value: Value) -> Value:
+    """Return a layer without its weights' names, so that equal layers compare as equal."""
+    if isinstance(value, WeightSpec):
+        return replace(value, name="", alternative=None)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value,
+            **{each.name: _without_names(getattr(value, each.name)) for each in fields(value)},
+        )
+    return value

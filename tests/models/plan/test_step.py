@@ -19,7 +19,7 @@ from support.split import generate, running, steps, take_port
 from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import SlotSampling, StepInput
 from weft.models.plan.batch import Batch
-from weft.models.plan.step import Exchange, Operator, Precision, Step, stages
+from weft.models.plan.step import Exchange, Operator, Precision, RankModel, stages
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 from weft.models.torch.group import make_groups, meet
@@ -127,7 +127,7 @@ def test_bytes_between_ranks_are_those_that_ranks_send(
     for rank in range(layout.world_size):
         own = replace(layout, rank=rank)
         batches = [batch_of(prompts), *map(batch_of, decodes)]
-        made = [Step(spec, own, each, Precision(DTYPE)).operators() for each in batches]
+        made = map(RankModel(spec, own, Precision(DTYPE)).operators, batches)
         found.append([sum(op.sent * op.times for op in operators) for operators in made])
     assert found == [pytest.approx(counts[1:]) for counts in sent[name]]
 
@@ -149,10 +149,11 @@ def test_a_large_step_reads_all_weights_once(
     """Norms and biases are left out; the embedding's rows are not its matrix."""
     spec = read_spec(models[model])
     precision = Precision(DTYPE, quantization)
-    operators = Step(spec, Layout(), Batch(64, 1.0), precision).operators()
+    model_of = RankModel(spec, Layout(), precision)
+    operators = model_of.operators(Batch(64, 1.0))
     products = [op for op in operators if op.what not in ("embedding", "attention", "next stage")]
     step_bytes = sum(op.read * op.times for op in products)
-    without = Step(spec, Layout(), Batch(65, 1.0), precision).operators()
+    without = model_of.operators(Batch(65, 1.0))
     a_row = sum(op.read * op.times for op in without if op.what in {p.what for p in products})
     weights = step_bytes - 64 * (a_row - step_bytes)
     whole = spec.weight_bytes(DTYPE, quantization)
@@ -163,7 +164,7 @@ def test_a_large_step_reads_all_weights_once(
 
 def test_operations_are_twice_the_parameters_of_each_token(models: dict[str, Path]) -> None:
     spec = read_spec(models["llama"])
-    operators = Step(spec, Layout(), Batch(3, 1.0), Precision(DTYPE)).operators()
+    operators = RankModel(spec, Layout(), Precision(DTYPE)).operators(Batch(3, 1.0))
     flops = sum(op.flops * op.times for op in operators if op.what != "attention")
     matrices = sum(w.size for w in spec.weights if len(w.shape) > 1 and w is not spec.embedding)
     assert flops == 2 * 3 * matrices
@@ -175,12 +176,12 @@ def test_ranks_share_the_operations(decodes: int, context: float, prompt: int) -
     batch = Batch(decodes, context, min(prompt, 1), prompt, float(prompt) / 2)
 
     def flops(layout: Layout) -> float:
-        return sum(op.flops * op.times for op in Step(spec, layout, batch).operators())
+        return sum(op.flops * op.times for op in RankModel(spec, layout).operators(batch))
 
     whole = flops(Layout())
     ranks = [flops(Layout(tp=2, rank=rank)) for rank in range(2)]
     assert sum(ranks) == pytest.approx(whole)
-    both = stages(Step(spec, Layout(pp=2), batch))
+    both = [each.operators(batch) for each in stages(spec, Layout(pp=2), Precision())]
     assert sum(op.flops * op.times for ops in both for op in ops) == pytest.approx(whole)
 
 
@@ -193,7 +194,7 @@ def test_a_window_bounds_what_attention_reads(models: dict[str, Path]) -> None:
     windowed = replace(spec, layers=layers)
 
     def read(spec: ModelSpec, context: float) -> float:
-        operators = Step(spec, Layout(), Batch(4, context)).operators()
+        operators = RankModel(spec, Layout()).operators(Batch(4, context))
         return sum(op.read * op.times for op in operators if op.what == "attention")
 
     assert read(windowed, 1000) == read(windowed, 100) == read(spec, 100) < read(spec, 1000)
@@ -204,7 +205,7 @@ def test_few_tokens_need_few_experts(models: dict[str, Path]) -> None:
     spec = read_spec(models["qwen3_moe"])
 
     def experts(tokens: int) -> Operator:
-        operators = Step(spec, Layout(), Batch(tokens, 1.0), Precision(DTYPE)).operators()
+        operators = RankModel(spec, Layout(), Precision(DTYPE)).operators(Batch(tokens, 1.0))
         return next(op for op in operators if op.what == "experts")
 
     (block,) = {layer.feed_forward for layer in spec.layers[:1]}
@@ -221,8 +222,10 @@ def test_overlapped_exchanges_move_the_same_bytes(models: dict[str, Path]) -> No
     spec = read_spec(models["llama"])
 
     def sent(overlapped: bool) -> float:
-        step = Step(spec, Layout(tp=2), Batch(64, 1.0), overlapped=overlapped)
-        layers = [op for op in step.operators() if op.what not in ("embedding", "lm head")]
+        model = RankModel(spec, Layout(tp=2), overlapped=overlapped)
+        layers = [
+            op for op in model.operators(Batch(64, 1.0)) if op.what not in ("embedding", "lm head")
+        ]
         return sum(op.sent * op.times for op in layers)
 
     assert sent(True) == sent(False)
