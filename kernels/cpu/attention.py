@@ -46,28 +46,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import matmul_transposed, padded
+from weft.kernels.cpu.tile_limits import (
+    BY_HEAD_ROWS,
+    BY_HEAD_SCORES,
+    MAX_BLOCK_QUERIES,
+    MAX_BLOCK_SCORES,
+    MAX_TILE_ELEMENTS,
+    MAX_TILE_QUERIES,
+    TILE_COST_IN_SCORES,
+)
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-
-MAX_TILE_QUERIES = 256
-"""Maximum number of a request's queries that share one gather of its pages."""
-
-MAX_TILE_ELEMENTS = 1 << 20
-"""Maximum scores, gathered keys or gathered values in a tile with several requests: 4 MiB of
-float32.
-"""
-
-BY_HEAD_ROWS, BY_HEAD_SCORES = 64, 1 << 17
-"""Minimum query rows and scores per KV head for computing a tile head by head. A tile with fewer
-rows is too, if all heads' scores exceed MAX_TILE_ELEMENTS.
-"""
-
-MAX_BLOCK_QUERIES, MAX_BLOCK_SCORES = 64, 1 << 19
-"""Maximum block for one KV head; larger blocks leave the cache, and overshoot the diagonal more."""
-
-TILE_COST_IN_SCORES = 1 << 15
-"""Dispatch cost of one more tile, as a number of scores computed in the same time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from weft.kernels.cpu.tile_limits import BY_HEAD_SCORES, MAX_TILE_ELEMENTS
 from weft.models.spec.spec import DTYPE_BYTES, MlpSpec, ModelSpec
+
+CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23}
+"""Logits processed at once, by device type: on a CPU, as many as fit its cache; on a GPU, 55 rows
+of 151,936, because the host waits for each chunk.
+"""
 
 XLA_SAMPLER_BYTES, XLA_SAMPLER_BYTES_PER_LOGIT = 8 << 20, 24
 """Temporaries of sampling: a constant, and bytes for each logit. libtpu reports 13 to 24 bytes per
@@ -83,9 +89,6 @@ def padded_numbers(rows: int, columns: int) -> int:
 
 def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
     """Return the larger of attention and the feed-forward."""
-    # Imported here so that this module can be read without torch.
-    from weft.kernels.cpu.attention import BY_HEAD_SCORES, MAX_TILE_ELEMENTS
-
     item, tokens = DTYPE_BYTES[spec.compute_dtype(dtype)], step.tokens
     heads, keys = spec.num_heads * step.cp, -(-step.max_model_len // step.cp)
     q, kv = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -154,8 +157,6 @@ def _residual_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
 
 def _sampler_bytes(spec: ModelSpec, dtype: str, step: LargestStep, device: str) -> int:
     """Return the bytes for the logits (twice, for log probabilities) and one chunk in sampling."""
-    from weft.models.torch.sampler import CHUNK_LOGITS
-
     if not spec.is_last:
         return 0
     chunk = min(CHUNK_LOGITS[device], step.requests * spec.vocab_size)

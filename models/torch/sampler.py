@@ -26,13 +26,9 @@ import torch
 from torch import Tensor
 
 from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
+from weft.models.memory.activations import CHUNK_LOGITS
 from weft.models.torch.draw import draw, uniform
 from weft.models.torch.logits import Logits
-
-CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23}
-"""Logits processed at once, by device type: on a CPU, as many as fit its cache; on a GPU, 55 rows
-of 151,936, because the host waits for each chunk.
-"""
 
 
 @dataclass(frozen=True, slots=True)
