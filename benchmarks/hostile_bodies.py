@@ -71,8 +71,8 @@ def _text(path: str, head: str, text: str, tail: str = '"}', most: int = 1 << 40
 
 CONTEXT = 1 << 17
 """Tokens in the context of the model under test: a server's limits grow with it."""
-_HI = '{"role":"user","content":"hi"}'
-_CALL = '{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}'
+_HI = '{"role":"user","content":"1234567890"}'  # ten tokens, so that few do not fit either
+_CALL = '{"type":"function_call","call_id":"a","name":"f","arguments":"{\\"a\\":1234567890}"}'
 _FEW = 16_000  # elements, few enough to be read
 _NUMBERS = 260_000  # the same for numbers
 
@@ -101,7 +101,11 @@ KINDS = {
     "messages": Kind(CHAT, '"messages":[', _HI, "]}"),
     "messages, few": Kind(CHAT, '"messages":[', _HI, "]}", _FEW),
     "parts, few": Kind(
-        CHAT, '"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", _FEW
+        CHAT,
+        '"messages":[{"role":"user","content":[',
+        '{"type":"text","text":"1234567890"}',
+        "]}]}",
+        _FEW,
     ),
     "items": Kind(RESPONSES, '"input":[', _HI, "]}"),
     "items, few": Kind(RESPONSES, '"input":[', _HI, "]}", _FEW),
