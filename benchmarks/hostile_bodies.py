@@ -114,7 +114,7 @@ KINDS = {
     "Anthropic messages, few": Kind(MESSAGES, '"max_tokens":9,"messages":[', _HI, "]}", _FEW),
     "tools, few": Kind(
         CHAT,
-        f'"messages":[{_HI}],"tools":[',
+        f'"max_tokens":4,"messages":[{_HI}],"tools":[',
         '{"type":"function","function":{"name":"f"}}',
         "]}",
         _FEW // 2,
