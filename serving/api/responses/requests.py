@@ -16,7 +16,7 @@ from weft.serving.api.openai.requests import Priority, Stop, sampling_params
 from weft.serving.api.openai.tools import ToolMode, mode_or
 from weft.serving.api.responses.items import InputItem
 from weft.serving.api.responses.tools import NamedTool, Tools
-from weft.serving.engine.chat_templates import Effort, Thinking
+from weft.serving.engine.chat_templates import Effort, Level, Thinking, Verbosity
 from weft.serving.engine.sampling_params import MAX_LOGPROBS, Grammar, SamplingParams
 
 
@@ -62,7 +62,7 @@ class TextOptions(Body):
     """Options for the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Level | None = None
 
 
 _Summary = Literal["auto", "concise", "detailed"]
@@ -128,6 +128,11 @@ class InputTokensRequest(Body):
         """The requested thinking."""
         effort = None if self.reasoning is None else self.reasoning.effort
         return Thinking.of_effort(effort, "reasoning.effort")
+
+    @property
+    def verbosity(self) -> Verbosity:
+        """The requested length of the answer."""
+        return Verbosity(None if self.text is None else self.text.verbosity, "text.verbosity")
 
 
 class ResponsesRequest(InputTokensRequest):

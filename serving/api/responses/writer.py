@@ -81,7 +81,8 @@ class Writer:
             text={
                 "format": {"type": "text"}
                 if body.text_format is None
-                else body.text_format.model_dump(exclude_none=True, by_alias=True)
+                else body.text_format.model_dump(exclude_none=True, by_alias=True),
+                "verbosity": body.verbosity.level,
             },
             tool_choice=(
                 body.tool_choice.model_dump(exclude_none=True)
