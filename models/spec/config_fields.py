@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ModelError
+from weft.errors import ModelError, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_PARTS = 4096
@@ -35,7 +35,7 @@ class Fields:
     def error(self, name: str, wanted: str) -> ModelError:
         """Return the error for an unsupported value; it names the value and the supported ones."""
         return ModelError(
-            f"{self.source}: {self.prefix}{name} is {self.values.get(name)!r}; "
+            f"{self.source}: {self.prefix}{name} is {shown(self.values.get(name))}; "
             f"supported is {wanted}"
         )
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, shown
 from weft.models.checkpoint.locate import HubModel, remote
 from weft.serving.batch.database import file_error
 
@@ -221,22 +221,17 @@ def _parse(line: Line, model: str) -> Row:
 def _envelope_problem(content: dict[str, Any]) -> str | None:
     custom_id = content.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
-        return f"custom_id is {_shown(custom_id)}; it must be a string"
+        return f"custom_id is {shown(custom_id)}; it must be a string"
     if custom_id is None:
         return "custom_id is missing; a line has custom_id, method, url and body, or a prompt"
     if content.get("method", "POST") != "POST":
-        return f"method is {_shown(content['method'])}; it must be POST"
+        return f"method is {shown(content['method'])}; it must be POST"
     if content.get("url") not in URLS:
-        return f"url is {_shown(content.get('url'))}; it must be {' or '.join(URLS)}"
+        url = shown(content["url"]) if "url" in content else "missing"
+        return f"url is {url}; it must be {' or '.join(URLS)}"
     if not isinstance(content.get("body"), dict):
         return "body is missing; it must be the request, a JSON object"
     return None
-
-
-def _shown(value: Any) -> str:
-    """Return a short form of a value, which may have any length."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def count_answers(body: dict[str, Any]) -> int:
