@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from weft.errors import ModelError, shown
-from weft.models.spec.config_fields import Fields
+from weft.models.spec.config_fields import SIMILAR, Fields
 
 Effect = Literal["read", "only", "harmless", "unknown"]
 
@@ -219,7 +219,7 @@ def _hints(
 ) -> Iterator[str]:
     for name, value in values.items():
         if value is not None and effect_of(name) == "unknown":
-            near = get_close_matches(name, known, n=1, cutoff=0.9)
+            near = get_close_matches(name, known, n=1, cutoff=SIMILAR)
             yield f"{name} (did you mean {near[0]}?)" if near else name
 
 

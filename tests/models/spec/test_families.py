@@ -322,6 +322,16 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], messag
         build_spec(LLAMA | fields, SOURCE)
 
 
+@pytest.mark.parametrize("name", ["architectures", "hidden_size", "intermediate_size"])
+def test_a_misspelt_field_is_found(name: str) -> None:
+    others = {other: value for other, value in LLAMA.items() if other != name}
+    with pytest.raises(ModelError, match=f"^config.json: {name} is missing($|; supported)"):
+        build_spec(others | {f"moe_{name}": 64}, SOURCE)
+    misspelt = f"{name} is missing; {name[1:]} is there: did you mean {name}\\?"
+    with pytest.raises(ModelError, match=misspelt):
+        build_spec(others | {name[1:]: LLAMA[name]}, SOURCE)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
