@@ -187,6 +187,12 @@ def parse(line: Line, model: str) -> Row:
         return Row(line.index, problem=f"{line.place} is nested too deeply")
 
 
+_UTF_16 = (
+    "looks like UTF-16, but lines are JSON in UTF-8; convert the file with "
+    "`iconv -f UTF-16 -t UTF-8 FILE > NEW`"
+)
+
+
 def _parse(line: Line, model: str) -> Row:
     index, place, data = line.index, line.place, line.data
     if data is None:
@@ -194,7 +200,8 @@ def _parse(line: Line, model: str) -> Row:
     try:
         content = msgspec.json.decode(data)
     except ValueError as error:  # includes msgspec's and Unicode's errors
-        return Row(index, problem=f"{place} is not JSON: {error}")
+        reason = _UTF_16 if b"\0" in data else f"is not JSON: {error}"
+        return Row(index, problem=f"{place} {reason}")
     if not isinstance(content, dict):
         return Row(index, problem=f"{place} is not a JSON object")
     if "body" not in content and ("prompt" in content or "messages" in content):
