@@ -14,6 +14,11 @@ a DiskError into a 507, all in OpenAI's format.
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Any
+
+_MAX_SHOWN = 80  # characters of a wrong value in a message
+
 
 class WeftError(Exception):
     """Base class of all errors raised on purpose."""
@@ -70,3 +75,28 @@ class EngineError(WeftError):
 
 class DiskError(WeftError):
     """A disk is full or fails, possibly for a while. A retry may succeed."""
+
+
+def shown(value: Any) -> str:
+    """Return a JSON value for a message: its words are JSON's, and a long value is cut."""
+    text = _written(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _written(value: Any) -> str:
+    """Write a value's beginning, because a large value takes long."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str():
+            return repr(value[: _MAX_SHOWN + 1])
+        case list():
+            return f"[{', '.join(map(_written, value[:_MAX_SHOWN]))}]"
+        case dict():
+            fields = islice(value.items(), _MAX_SHOWN)
+            return (
+                f"{{{', '.join(f'{_written(name)}: {_written(each)}' for name, each in fields)}}}"
+            )
+    return repr(value)

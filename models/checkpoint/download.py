@@ -385,6 +385,8 @@ def _from_bucket(source: Bucket, progress: Progress, weights: bool) -> None:
     import fsspec
     from filelock import FileLock
 
+    # gcsfs warns in each call without credentials, and logs each error that it raises.
+    logging.getLogger(DRIVERS[source.scheme][0]).setLevel(logging.CRITICAL)
     folder.mkdir(parents=True, exist_ok=True)
     storage = fsspec.filesystem(source.scheme)
     root = source.url.partition("://")[2]
@@ -401,9 +403,10 @@ def _from_bucket(source: Bucket, progress: Progress, weights: bool) -> None:
             for file in needed:
                 _copy(storage, root, folder, file, counter)
         except _storage_errors(source.scheme) as error:
-            raise ModelError(
-                f"{source} cannot be copied to {folder}: {_first_line(error)}"
-            ) from error
+            reason = _first_line(error)
+            if isinstance(error, FileNotFoundError):  # gcsfs then names only the path
+                reason = f"there is no such bucket or file ({reason})"
+            raise ModelError(f"{source} cannot be copied to {folder}: {reason}") from error
         if weights:
             (folder / COMPLETE).touch()
 

@@ -162,6 +162,16 @@ def remote(model: str, revision: str | None = None) -> HubModel | Bucket | None:
     return HubModel(name, revision or "main")
 
 
+def is_like_a_model(text: str) -> bool:
+    """Tell whether a text has the form of a hub id or of a URL, or names a local checkpoint."""
+    return (
+        text in BUNDLED
+        or _HUB_ID.fullmatch(text) is not None
+        or (text.startswith(("hf://", "s3://", "gs://")) and not re.search(r"\s", text))
+        or os.path.isfile(os.path.join(os.path.expanduser(text), "config.json"))
+    )
+
+
 def locate(model: str, revision: str | None = None) -> Path:
     """Return the checkpoint's directory on this machine.
 

@@ -7,15 +7,18 @@ from the checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ModelError
+from weft.errors import ModelError, shown
 
 MAX_SIZE = 2**31 - 1
 MAX_PARTS = 4096
 """Limit on layers, and on experts: each is described by objects of its own."""
+SIMILAR = 0.9
+"""Minimum similarity of a misspelt field and a field's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,8 @@ class Fields:
 
     def error(self, name: str, wanted: str) -> ModelError:
         """Return the error for an unsupported value; it names the value and the supported ones."""
-        return ModelError(
-            f"{self.source}: {self.prefix}{name} is {self.values.get(name)!r}; "
-            f"supported is {wanted}"
-        )
+        value = shown(self.values[name]) if name in self.values else self._missing(name)
+        return ModelError(f"{self.source}: {self.prefix}{name} is {value}; supported is {wanted}")
 
     def has(self, name: str) -> bool:
         """Tell whether the field is present and not null."""
@@ -94,5 +95,11 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self.source}: {self.prefix}{name} is missing")
+            raise ModelError(f"{self.source}: {self.prefix}{name} is {self._missing(name)}")
         return value
+
+    def _missing(self, name: str) -> str:
+        """Return the word "missing", with a question if a field's name resembles this one."""
+        others = [other for other in self.values if other != name]
+        near = get_close_matches(name, others, n=1, cutoff=SIMILAR)
+        return f"missing; {near[0]} is there: did you mean {name}?" if near else "missing"

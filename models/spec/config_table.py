@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from weft.errors import ModelError
-from weft.models.spec.config_fields import Fields
+from weft.errors import ModelError, shown
+from weft.models.spec.config_fields import SIMILAR, Fields
 
 Effect = Literal["read", "only", "harmless", "unknown"]
 
@@ -219,7 +219,7 @@ def _hints(
 ) -> Iterator[str]:
     for name, value in values.items():
         if value is not None and effect_of(name) == "unknown":
-            near = get_close_matches(name, known, n=1, cutoff=0.9)
+            near = get_close_matches(name, known, n=1, cutoff=SIMILAR)
             yield f"{name} (did you mean {near[0]}?)" if near else name
 
 
@@ -228,7 +228,7 @@ def _check(only: Mapping[str, tuple[Any, ...]], fields: Fields) -> None:
         value = fields.values.get(name)
         known = any(type(value) is type(each) and value == each for each in allowed)
         if value is not None and not known:
-            raise fields.error(name, " or ".join(map(repr, allowed)) or "no such field")
+            raise fields.error(name, " or ".join(map(shown, allowed)) or "no such field")
 
 
 def _quantized(fields: Fields) -> ModelError:
@@ -236,7 +236,7 @@ def _quantized(fields: Fields) -> ModelError:
     config = fields.values["quantization_config"]
     method = config.get("quant_method") if isinstance(config, dict) else config
     return ModelError(
-        f"{fields.source}: quantization_config.quant_method is {method!r}; weft does not support "
-        "quantized checkpoints yet: give the original model, and --quantization int8 for less "
-        "memory on CPUs"
+        f"{fields.source}: quantization_config.quant_method is {shown(method)}; weft does not "
+        "support quantized checkpoints yet: give the original model, and --quantization int8 for "
+        "less memory on CPUs"
     )

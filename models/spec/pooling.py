@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.errors import ModelError
+from weft.errors import ModelError, shown
 
 if TYPE_CHECKING:
     from weft.models.interface import Float32
@@ -110,7 +110,7 @@ def _kind(file: Path) -> PoolingKind:
         mode = "+".join(_OLD_FIELD.get(field, field) for field in asked)
     if not isinstance(mode, str) or mode not in _KINDS:
         raise ModelError(
-            f"{file}: the pooling mode is {mode!r}; supported is {', '.join(_KINDS)}. "
+            f"{file}: the pooling mode is {shown(mode)}; supported is {', '.join(_KINDS)}. "
             "--pooling mean or last sets another"
         )
     return _KINDS[mode]

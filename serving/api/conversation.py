@@ -13,7 +13,7 @@ from weft.serving.api.openai.messages import Message
 from weft.serving.api.openai.tools import Function, FunctionName, ToolMode
 from weft.serving.api.parsing.formats import within_thought
 from weft.serving.api.parsing.tool_grammar import InputGrammar
-from weft.serving.engine.chat_templates import UNASKED, Thinking
+from weft.serving.engine.chat_templates import UNASKED, UNASKED_LENGTH, Thinking, Verbosity
 from weft.serving.engine.tokenizer import Tokenizer
 
 MAX_COUNTED = 1 << 15
@@ -43,6 +43,7 @@ class Conversation:
         to_answer: end the prompt where the assistant's turn begins.
         template_arguments: more variables for the chat template (`chat_template_kwargs`).
         thinking: the requested thinking.
+        verbosity: the requested length of the answer.
 
     Raises:
         RequestError: the tools and the choice contradict each other, or the last message cannot
@@ -57,6 +58,7 @@ class Conversation:
     to_answer: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     thinking: Thinking = UNASKED
+    verbosity: Verbosity = UNASKED_LENGTH
 
     def __post_init__(self) -> None:
         if self.continued and (role := self.messages[-1].role) != "assistant":
@@ -102,7 +104,8 @@ class Conversation:
 
         Raises:
             RequestError: there is no chat template, it refuses the conversation or its arguments,
-                the thought cannot be switched off, or a message is far too long.
+                the thought cannot be switched off, the template knows no verbosity, or a message
+                is far too long.
         """
         if len(self.messages) > 2 * most:
             raise RequestError(
@@ -123,6 +126,7 @@ class Conversation:
             continued=self.continued,
             arguments=self.template_arguments,
             thinking=self.thinking,
+            verbosity=self.verbosity,
         )
         if self.thinking.on is False and not self.continued and within_thought(prompt):
             param = self.thinking.param

@@ -12,9 +12,9 @@ Any other exception is a bug in weft: a 500 without details, which are in the lo
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPMethod, HTTPStatus
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import DiskError, EngineError, RequestError
+from weft.errors import DiskError, EngineError, RequestError, shown
 from weft.serving.api.middleware.request_context import current
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status; no client reads it, but the log s
 _RETRY_AFTER_SECONDS = {503: 5}  # unless the error has its own estimate
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MAX_MESSAGE = 2000  # characters
+_JSON_WORDS = {"False": "false", "True": "true"}
 _MAX_PARAM = 200  # characters; an unknown field may have any name
-_MAX_SHOWN = 80  # characters of a wrong value in a message
 
 INTERNAL_ERROR = RequestError("internal error; the server's log has the details", status=500)
 """The error that clients get for a bug in weft."""
@@ -180,13 +180,15 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
             return RequestError(message, param=param, code="unsupported_parameter")
         case "literal_error":
             expected = error["ctx"]["expected"]
-            message = f"{param} is {_shown(given)}; this server takes {expected}"
+            expected = _JSON_WORDS.get(expected, expected)
+            message = f"{param} is {shown(given)}; this server takes {expected}"
             return RequestError(message, param=param, code="unsupported_value")
     if not param:
-        return RequestError(f"the body must be a JSON object, not {_shown(given)}")
+        return RequestError(f"the body must be a JSON object, not {shown(given)}")
     # pydantic writes "Input should be ..." and "List should have ...".
     reason = "should" + error["msg"].partition("should")[2].replace(" after validation,", ",")
-    return RequestError(f"{param} is {_shown(given)}; it {reason}", param=param)
+    reason = re.sub("a valid dictionary( or instance of .*)?", "an object", reason)
+    return RequestError(f"{param} is {shown(given)}; it {reason}", param=param)
 
 
 def field_name(loc: Sequence[str | int]) -> str:
@@ -195,26 +197,6 @@ def field_name(loc: Sequence[str | int]) -> str:
     for part in loc[1:]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     return name
-
-
-def _shown(value: Any) -> str:
-    text = repr(_beginning(value))
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
-
-
-def _beginning(value: Any) -> Any:
-    """Return a value's beginning, because a large value's `repr` takes long."""
-    match value:
-        case str():
-            return value[: _MAX_SHOWN + 1]
-        case list():
-            return [_beginning(each) for each in value[:_MAX_SHOWN]]
-        case dict():
-            return {
-                name[:_MAX_SHOWN]: _beginning(each)
-                for name, each in islice(value.items(), _MAX_SHOWN)
-            }
-    return value
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> ErrorResponse:

@@ -23,6 +23,7 @@ from weft.serving.api.middleware.request_context import admit, current, owner
 from weft.serving.api.openai.replies import CompletionUsage, FinishReason, PromptTokensDetails
 from weft.serving.api.openai.tools import Function, FunctionName
 from weft.serving.api.parsing.pieces import Answer, CallStart, Content, Piece, Reasoning
+from weft.serving.api.parsing.scored import ScoredParser
 from weft.serving.api.parsing.tool_grammar import (
     ANY_OBJECT,
     InputGrammar,
@@ -130,11 +131,14 @@ class Generation:
         priority: int,
         options: PromptOptions = AS_USUAL,
         field: str = "messages",
+        *,
+        scored: bool = False,
     ) -> Generation:
         """Prepare the assistant's next turn in a conversation.
 
         `asked` is called in a thread, because a long conversation takes long. The prompt is made
-        from the request's `field`, which errors name.
+        from the request's `field`, which errors name. With `scored`, each content has its tokens'
+        log probabilities.
 
         Raises:
             RequestError: the conversation or a setting does not fit the model.
@@ -157,7 +161,7 @@ class Generation:
             parser = form.parser(
                 prompt, tools, parallel=conversation.parallel, continued=conversation.continued_text
             )
-            return _ChatReader(form, parser)
+            return _ChatReader(form, parser, scored=scored)
 
         return cls(state, engine, [request], params, priority, reader, form.visible)
 
@@ -423,10 +427,11 @@ class _TextReader:
 class _ChatReader:
     """Splits an answer into content, reasoning and calls, and counts the tokens in its thought."""
 
-    def __init__(self, form: AnswerFormat, parser: AnswerParser) -> None:
+    def __init__(self, form: AnswerFormat, parser: AnswerParser, *, scored: bool) -> None:
         self.reasoning_tokens = 0
         self._format = form
         self._parser = parser
+        self._scored = ScoredParser(parser) if scored else None
         self._thinking = True
         self._tokens = 0  # up to the end of the thought, if the answer turns out to have one
         self._thought: list[str] = []
@@ -439,10 +444,12 @@ class _ChatReader:
                 if token == self._format.end_of_reasoning:
                     self._thinking = False
                     break
+        if self._scored is not None:
+            return self._seen(self._scored.push(delta))
         return self._seen(self._parser.push(delta.text))
 
     def flush(self) -> list[Piece]:
-        pieces = self._seen(self._parser.flush())
+        pieces = self._seen((self._scored or self._parser).flush())
         if self._format.end_of_reasoning is None:
             self.reasoning_tokens = self._format.count_tokens("".join(self._thought))
         elif self._parser.has_reasoning:

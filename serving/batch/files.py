@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, shown
 from weft.models.checkpoint.locate import HubModel, remote
 from weft.serving.batch.database import file_error
 
@@ -187,6 +187,12 @@ def parse(line: Line, model: str) -> Row:
         return Row(line.index, problem=f"{line.place} is nested too deeply")
 
 
+_UTF_16 = (
+    "looks like UTF-16, but lines are JSON in UTF-8; convert the file with "
+    "`iconv -f UTF-16 -t UTF-8 FILE > NEW`"
+)
+
+
 def _parse(line: Line, model: str) -> Row:
     index, place, data = line.index, line.place, line.data
     if data is None:
@@ -194,7 +200,8 @@ def _parse(line: Line, model: str) -> Row:
     try:
         content = msgspec.json.decode(data)
     except ValueError as error:  # includes msgspec's and Unicode's errors
-        return Row(index, problem=f"{place} is not JSON: {error}")
+        reason = _UTF_16 if b"\0" in data else f"is not JSON: {error}"
+        return Row(index, problem=f"{place} {reason}")
     if not isinstance(content, dict):
         return Row(index, problem=f"{place} is not a JSON object")
     if "body" not in content and ("prompt" in content or "messages" in content):
@@ -221,22 +228,17 @@ def _parse(line: Line, model: str) -> Row:
 def _envelope_problem(content: dict[str, Any]) -> str | None:
     custom_id = content.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
-        return f"custom_id is {_shown(custom_id)}; it must be a string"
+        return f"custom_id is {shown(custom_id)}; it must be a string"
     if custom_id is None:
         return "custom_id is missing; a line has custom_id, method, url and body, or a prompt"
     if content.get("method", "POST") != "POST":
-        return f"method is {_shown(content['method'])}; it must be POST"
+        return f"method is {shown(content['method'])}; it must be POST"
     if content.get("url") not in URLS:
-        return f"url is {_shown(content.get('url'))}; it must be {' or '.join(URLS)}"
+        url = shown(content["url"]) if "url" in content else "missing"
+        return f"url is {url}; it must be {' or '.join(URLS)}"
     if not isinstance(content.get("body"), dict):
         return "body is missing; it must be the request, a JSON object"
     return None
-
-
-def _shown(value: Any) -> str:
-    """Return a short form of a value, which may have any length."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def count_answers(body: dict[str, Any]) -> int:

@@ -98,7 +98,7 @@ class Job:
         self._ordered = ordered
         self._overrides = overrides or {}
         self._refusal = refusal
-        self._alike = _Alike() if stop_if_alike and journal.total > ALIKE else None
+        self._alike = _Alike(stops=journal.total > ALIKE) if stop_if_alike else None
         self._retries = retries
         self._on_done = on_done
         self._stopped = False
@@ -110,6 +110,14 @@ class Job:
         self._together = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def common_error(self) -> str | None:
+        """The error of the first `ALIKE` rows, or of all; None if they differ or one succeeded.
+
+        It is also None without `stop_if_alike`.
+        """
+        return None if self._alike is None else self._alike.error
 
     def stop(self) -> None:
         """Start no more rows; `run` returns when the started ones are done."""
@@ -324,9 +332,18 @@ class _Outcome(msgspec.Struct):
 
 
 class _Alike:
-    """Notices when the first rows all fail with the same error, apart from its numbers."""
+    """Notices when the first rows all fail with the same error, apart from its numbers.
 
-    def __init__(self) -> None:
+    Args:
+        stops: raise an error then.
+
+    Attributes:
+        error: the first row's error, while all rows so far are alike.
+    """
+
+    def __init__(self, *, stops: bool) -> None:
+        self.error: str | None = None
+        self._stops = stops
         self._first: tuple[str | None, str] | None = None
         self._left = ALIKE
         self._differs = False
@@ -339,7 +356,8 @@ class _Alike:
             error: its error; None if it was answered.
 
         Raises:
-            RowsFailAlike: the first `ALIKE` rows are all noted, and their errors are alike.
+            RowsFailAlike: the first `ALIKE` rows are all noted, their errors are alike, and this
+                stops the run.
         """
         if order >= ALIKE or self._differs:
             return
@@ -347,7 +365,11 @@ class _Alike:
         self._first = self._first or kind
         self._differs = kind is None or kind != self._first
         self._left -= 1
-        if error is not None and self._left == 0 and not self._differs:
+        if error is None or self._differs:
+            self.error = None
+            return
+        self.error = self.error or error.message
+        if self._stops and self._left == 0:
             raise RowsFailAlike(
                 f"the first {ALIKE} rows all failed alike: {error.message}; correct the rows and "
                 "start again with --overwrite, or run the others with --resume"

@@ -228,7 +228,10 @@ class _Command:
                 )
         self._kept_stdin.unlink(missing_ok=True)
         if status == 0 and before == 0 and 0 < journal.total == self._failed:
-            print(f"batch: every row failed; {journal.paths[-1]} says why", file=sys.stderr)
+            reason = f"; {journal.paths[-1]} says why"
+            if job.common_error is not None:
+                reason = f" with this error: {job.common_error}"
+            print(f"batch: every row failed{reason}", file=sys.stderr)
             return 1
         return status
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from weft.models.checkpoint.locate import BUNDLED, is_like_a_model
 from weft.serving.cli.chat import decode, write_answer
 from weft.serving.cli.options import (
     TopicCommand,
@@ -31,6 +32,11 @@ class _Generate(TopicCommand):
             ctx.params["model_argument"] = None
             if prompt is None and not ctx.resilient_parsing:
                 raise click.MissingParameter(ctx=ctx, param_type="argument", param_hint="PROMPT")
+            if prompt and ctx.params["model"] is None and is_like_a_model(prompt):
+                raise click.UsageError(
+                    f"{prompt} may be the model or the prompt: give a prompt after the model, or "
+                    f"name the model that gets this prompt, as in --model {BUNDLED[0]}"
+                )
         return rest
 
 

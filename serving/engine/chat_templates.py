@@ -1,4 +1,4 @@
-"""Chat templates: conversations as text, and the template arguments for thinking.
+"""Chat templates: conversations as text, and the template arguments for thinking and verbosity.
 
 A checkpoint's template is a Jinja program. transformers' sandbox runs it, so a hostile template
 stays away from Python. Templates have different switches for a model's thinking. Qwen3 and GLM read
@@ -22,10 +22,12 @@ from jinja2.parser import Parser
 from weft.errors import ConfigError, ModelError, RequestError
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Level = Literal["low", "medium", "high"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 _USUAL_EFFORTS = ("low", "medium", "high")
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
+_VERBOSITY = "verbosity"
 
 # Arguments from the API or transformers. Special tokens are reserved, too.
 _RESERVED = frozenset(
@@ -74,6 +76,23 @@ UNASKED = Thinking()
 
 
 @dataclass(frozen=True)
+class Verbosity:
+    """The requested length of the answer.
+
+    Attributes:
+        level: None leaves it to the template.
+        param: the request's field, for errors.
+    """
+
+    level: Level | None = None
+    param: str = "verbosity"
+
+
+UNASKED_LENGTH = Verbosity()
+"""Leaves the length to the template."""
+
+
+@dataclass(frozen=True)
 class ChatTemplates:
     """One checkpoint's chat templates. Safe to use from several threads.
 
@@ -104,6 +123,7 @@ class ChatTemplates:
         continued: bool = False,
         arguments: Mapping[str, Any] | None = None,
         thinking: Thinking = UNASKED,
+        verbosity: Verbosity = UNASKED_LENGTH,
     ) -> str:
         """Convert a conversation to text.
 
@@ -114,10 +134,11 @@ class ChatTemplates:
             continued: end inside the last message, so that the model continues it.
             arguments: more variables for the template (`chat_template_kwargs`).
             thinking: becomes arguments for this template.
+            verbosity: becomes an argument for this template.
 
         Raises:
-            RequestError: there is no template, it rejects the conversation, or the arguments are
-                reserved or contradictory.
+            RequestError: there is no template, it rejects the conversation, it knows no verbosity,
+                or the arguments are reserved or contradictory.
         """
         name = "tool_use" if tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
@@ -128,13 +149,15 @@ class ChatTemplates:
             )
         given = arguments or {}
         self._check_arguments(given)
-        wanted = self.thinking_arguments(thinking)
+        for_thinking = self.thinking_arguments(thinking)
+        wanted = for_thinking | self.verbosity_arguments(verbosity)
         for key, value in wanted.items():
             if given.get(key, value) != value:
+                param = thinking.param if key in for_thinking else verbosity.param
                 raise RequestError(
-                    f"{thinking.param} and chat_template_kwargs.{key} contradict each other; give "
-                    "one of them",
-                    param=thinking.param,
+                    f"{param} and chat_template_kwargs.{key} contradict each other; give one of "
+                    "them",
+                    param=param,
                 )
         try:
             return self._rendered(
@@ -215,6 +238,24 @@ class ChatTemplates:
             if steps:
                 arguments[_EFFORT] = min(steps, key=steps.__getitem__)
         return arguments
+
+    def verbosity_arguments(self, verbosity: Verbosity) -> dict[str, Any]:
+        """Return these templates' arguments for the requested length of the answer.
+
+        Raises:
+            RequestError: no template reads it, and it is not the usual "medium".
+        """
+        level, param = verbosity.level, verbosity.param
+        if level is not None and _VERBOSITY in self.variables:
+            return {_VERBOSITY: level}
+        if level in (None, "medium"):
+            return {}
+        raise RequestError(
+            f"{param} is {level!r}; this model's chat template knows no verbosity: leave it out, "
+            "or send 'medium'",
+            param=param,
+            code="unsupported_value",
+        )
 
     @cached_property
     def variables(self) -> frozenset[str]:

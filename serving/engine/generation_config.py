@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from weft.errors import ConfigError, ModelError, RequestError
+from weft.errors import ConfigError, ModelError, RequestError, shown
 from weft.models.checkpoint.locate import find, read_json
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
@@ -85,7 +85,7 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig:
             msgspec.convert({name: value}, SamplingDefaults)
         except msgspec.ValidationError as error:
             kind = "an integer" if "`int" in str(error) else "a number"
-            raise _refused(path, f"{FIELDS[name]} is {value!r:.40}; it must be {kind}") from None
+            raise _refused(path, f"{FIELDS[name]} is {shown(value)}; it must be {kind}") from None
     defaults = msgspec.convert(named, SamplingDefaults)
     try:
         SamplingParams(**msgspec.structs.asdict(defaults))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +15,8 @@ from weft.serving.engine.protocol import FinishReason, TokenLogprob, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.timeline import Timeline
 from weft.serving.engine.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -26,6 +29,8 @@ class Delta(msgspec.Struct, frozen=True):
         stop_reason: the stop string or the user's stop token that ended the answer; None for the
             model's own end token.
         logprobs: one per token, when asked for.
+        token_texts: the text of each token, when log probabilities are asked for; on the last
+            delta, the rest of the text may follow.
         prompt_logprobs: on the first delta, when asked for.
         cached_tokens: number of prompt tokens from the prefix cache.
         error: the reason, when finish_reason is "error".
@@ -39,6 +44,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    token_texts: tuple[str, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
     error: str | None = None
@@ -55,14 +61,13 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=_concatenated([delta.logprobs for delta in deltas]),
+        token_texts=_concatenated([delta.token_texts for delta in deltas]),
         prompt_logprobs=_concatenated([delta.prompt_logprobs for delta in deltas]),
         cached_tokens=max(delta.cached_tokens for delta in deltas),
     )
 
 
-def _concatenated(
-    parts: Iterable[tuple[TokenLogprob, ...] | None],
-) -> tuple[TokenLogprob, ...] | None:
+def _concatenated(parts: Iterable[tuple[T, ...] | None]) -> tuple[T, ...] | None:
     found = [part for part in parts if part is not None]
     return tuple(chain.from_iterable(found)) if found else None
 
@@ -148,9 +153,9 @@ class RequestStream:
             self._count += 1
             if self._logprobs is not None and output.logprobs is not None:
                 self._logprobs.append(output.logprobs[i])
-            if i < len(text):
-                may_stop = self._count > self._min_tokens
-                self._text.append(self._detokenizer.push((token,), may_stop=may_stop))
+            may_stop = self._count > self._min_tokens
+            new = (token,) if i < len(text) else ()
+            self._text.append(self._detokenizer.push(new, may_stop=may_stop))
             if self._detokenizer.stopped is not None:
                 break
         else:
@@ -188,6 +193,7 @@ class RequestStream:
             self._finish_reason,
             self._stop_reason,
             None if self._logprobs is None else tuple(self._logprobs),
+            None if self._logprobs is None else tuple(self._text),
             None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             self._cached_tokens,
             self._error,

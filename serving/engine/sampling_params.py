@@ -7,7 +7,7 @@ with the field's name. checks.py checks the settings against the model (vocabula
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -137,7 +137,32 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 NEUTRAL = SamplingDefaults()
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+_VLLM_NAMES = {
+    "guided_json": '"json_schema"',
+    "guided_regex": '"regex"',
+    "guided_choice": '"choice"',
+    "guided_grammar": '"ebnf"',
+    "guided_decoding": "KIND",
+    "structured_outputs": "KIND",
+}
+"""vLLM's names for constraints -> the kind of grammar."""
+
+
+class _Advised(msgspec.StructMeta):
+    """The type of SamplingParams: an error about vLLM's name for a constraint names ours."""
+
+    def __call__(cls, *values: Any, **settings: Any) -> Any:  # noqa: N805  as in a metaclass
+        for name in settings.keys() & _VLLM_NAMES.keys():
+            raise TypeError(
+                f"SamplingParams has no {name}; use grammar=Grammar({_VLLM_NAMES[name]}, TEXT), "
+                f"with Grammar from {Grammar.__module__}"
+            )
+        return super().__call__(*values, **settings)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Advised
+):
     """Sampling settings, with OpenAI's names and ranges where it has them.
 
     A setting of `SamplingDefaults` that is None gets the model's default: see generation_config.py.

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ModelError, RequestError
+from weft.errors import ModelError, RequestError, shown
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.chat_templates import ChatTemplates
 
@@ -135,7 +135,7 @@ class Tokenizer:
         config = _read_json(config_file)
         if config.get("split_special_tokens"):
             raise ModelError(
-                f"{config_file}: split_special_tokens is {config['split_special_tokens']!r}; "
+                f"{config_file}: split_special_tokens is {shown(config['split_special_tokens'])}; "
                 "supported is false"
             )
         named = _special_tokens(path, config)
@@ -429,7 +429,8 @@ def _eos_token_ids(backend: Any, special: dict[str, str], model: Path) -> tuple[
                 continue
             if any(type(token_id) is not int or token_id < 0 for token_id in ids):
                 raise ModelError(
-                    f"{file}: eos_token_id is {named!r}; it must be a token id or a list of them"
+                    f"{file}: eos_token_id is {shown(named)}; it must be a token id or a list of "
+                    "them"
                 )
             return tuple(dict.fromkeys(ids))
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None

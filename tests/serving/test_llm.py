@@ -315,3 +315,14 @@ def test_chat_template_arguments(llm: LLM) -> None:
     (answer,) = llm.chat(chat, GREEDY, chat_template_kwargs={"unread": 1})
     assert answer.token_ids == llm.chat(chat, GREEDY)[0].token_ids
     assert list(llm.stream(chat, GREEDY, chat_template_kwargs={"unread": 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("guided_json", "json_schema"), ("guided_choice", "choice"), ("structured_outputs", "KIND")],
+)
+def test_a_constraint_by_vllms_name(name: str, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"^SamplingParams has no {name}; use grammar=Gr.*{kind}"):
+        SamplingParams(**{name: {"type": "object"}})
+    with pytest.raises(TypeError, match="Unexpected keyword argument 'guide'"):
+        SamplingParams(guide=1)  # type: ignore[call-arg]

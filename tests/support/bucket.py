@@ -1,15 +1,18 @@
-"""Object storage over HTTP, with S3's requests for reading a bucket.
+"""Object storage over HTTP, with S3's and Google's requests for reading a bucket.
 
     with Storage() as storage:
         storage.objects["models/tiny/config.json"] = b"{}"
         environment = storage.environment()
 
-Source: Amazon S3's API reference, ListObjectsV2, HeadObject and GetObject.
+Sources: Amazon S3's API reference, ListObjectsV2, HeadObject and GetObject; Google Cloud Storage's
+JSON API, objects list and get.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +29,7 @@ _OBJECT = (
     "<ETag>&quot;{etag}&quot;</ETag><Size>{size}</Size><StorageClass>STANDARD</StorageClass>"
     "</Contents>"
 )
+_OF_GOOGLE = re.compile("(?:download/)?storage/v1/b/([^/]+)/o(?:/(.+))?")
 _FOLDER = "<CommonPrefixes><Prefix>{prefix}</Prefix></CommonPrefixes>"
 
 
@@ -59,8 +63,9 @@ class Storage:
         self._server.server_close()
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables to point s3fs to this server."""
+        """Return the environment variables to point s3fs and gcsfs to this server."""
         return {
+            "STORAGE_EMULATOR_HOST": self.url,
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
@@ -76,9 +81,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         place, query = unquote(url.path).strip("/"), parse_qs(url.query)
+        google = _OF_GOOGLE.fullmatch(place)
+        if google is not None:
+            place = "/".join(filter(None, google.groups()))
+        prefix, delimiter = (query.get(name, [""])[0] for name in ("prefix", "delimiter"))
         if "list-type" in query:
-            prefix, delimiter = (query.get(name, [""])[0] for name in ("prefix", "delimiter"))
             self._send(200, self._listing(place, prefix, delimiter).encode(), {})
+            return
+        if google is not None and google[2] is None:
+            known = any(path.startswith(f"{place}/") for path in self.owner.objects)
+            listing = self._google_listing(place, prefix, delimiter)
+            self._send(200 if known else 404, listing.encode(), {})
             return
         if (content := self.owner.objects.get(place)) is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>", {})
@@ -114,6 +127,19 @@ class _Handler(BaseHTTPRequestHandler):
         return _LIST.format(
             bucket=bucket, prefix=prefix, count=len(entries), entries="".join(entries.values())
         )
+
+    def _google_listing(self, bucket: str, prefix: str, delimiter: str) -> str:
+        items, folders = [], set()
+        for path, content in sorted(self.owner.objects.items()):
+            home, _, key = path.partition("/")
+            if home != bucket or not key.startswith(prefix):
+                continue
+            folder, found, _ = key.removeprefix(prefix).partition(delimiter or "\0")
+            if found:
+                folders.add(prefix + folder + delimiter)
+            else:
+                items.append({"name": key, "bucket": bucket, "size": str(len(content))})
+        return json.dumps({"items": items, "prefixes": sorted(folders)})
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

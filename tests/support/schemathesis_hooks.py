@@ -45,6 +45,7 @@ BEYOND_SCHEMAS = re.compile(
             # A text or an object that has a syntax of its own.
             r"(guided_|response_format|structured_outputs|regex|ebnf|json_schema|text\.format|tools)",
             r"the model's chat template rejects",
+            r"chat template knows no verbosity",
             r"encrypted_content is not from this server",
             # JSON schema takes 5.0 for an integer; a client that sends it has made a mistake.
             r"is -?[\d.e+]+; it should be a valid integer",

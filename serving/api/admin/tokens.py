@@ -24,7 +24,7 @@ _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"prompt": {"not": _NULL}}
 _MESSAGES: dict[str, Any] = {"messages": {"not": _NULL}}
 _FOR_MESSAGES = (
-    *("tools", "chat_template_kwargs", "reasoning_effort"),
+    *("tools", "chat_template_kwargs", "reasoning_effort", "verbosity"),
     *("add_generation_prompt", "continue_final_message"),
 )
 _NO_MESSAGES: dict[str, Any] = dict.fromkeys(("messages", *_FOR_MESSAGES), _NULL)
@@ -90,6 +90,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> Response:
                 to_answer=body.to_answer,
                 continued=bool(body.continue_final_message),
                 thinking=body.thinking,
+                verbosity=body.asked_verbosity,
             )
             text = conversation.prompt(tokenizer, most=most)
             special = bool(special)

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from weft.errors import shown
 from weft.serving.api.errors import error_response
 from weft.serving.config.settings import ServerConfig
 
@@ -59,7 +60,7 @@ class PageGuard:
         if _is_address(name) or name in self._hosts or name.endswith(".localhost"):
             return None
         return (
-            f"the Host header is {_shown(host)}, which is not a name of this server; if it should "
+            f"the Host header is {shown(host)}, which is not a name of this server; if it should "
             "be, start weft with --allowed-hosts NAME"
         )
 
@@ -76,7 +77,7 @@ class PageGuard:
         else:
             return None
         return (
-            f"the {name} header is {_shown(value)}: another web page sent this request; to allow "
+            f"the {name} header is {shown(value)}: another web page sent this request; to allow "
             "the page, start weft with --cors-origins ORIGIN"
         )
 
@@ -113,7 +114,3 @@ def _host_name(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return ""
-
-
-def _shown(value: str) -> str:
-    return repr(value if len(value) <= 80 else value[:80] + "...")

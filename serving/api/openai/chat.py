@@ -75,6 +75,7 @@ def _conversation(body: ChatRequest) -> Conversation:
         continued=bool(body.continue_final_message),
         template_arguments=body.chat_template_kwargs or {},
         thinking=body.thinking,
+        verbosity=body.asked_verbosity,
     )
 
 

@@ -25,7 +25,7 @@ from weft.serving.api.openai.messages import Messages
 from weft.serving.api.openai.tools import NamedTool, Tool, ToolChoice, mode_or
 from weft.serving.api.output_format import GuidedRequest
 from weft.serving.api.prompts import PromptOptions
-from weft.serving.engine.chat_templates import Effort, Thinking
+from weft.serving.engine.chat_templates import Effort, Level, Thinking, Verbosity
 from weft.serving.engine.sampling_params import (
     MAX_ALLOWED,
     MAX_BAD_WORDS,
@@ -306,6 +306,7 @@ class TemplateRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
+    verbosity: Level | None = None
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:
@@ -327,6 +328,11 @@ class TemplateRequest(Body):
         """The requested thinking."""
         return Thinking.of_effort(self.reasoning_effort)
 
+    @property
+    def asked_verbosity(self) -> Verbosity:
+        """The requested length of the answer."""
+        return Verbosity(self.verbosity)
+
 
 class ChatRequest(TemplateRequest, GenerationRequest):
     """POST /v1/chat/completions: the chat template turns the messages into one prompt."""
@@ -346,7 +352,6 @@ class ChatRequest(TemplateRequest, GenerationRequest):
     tool_choice: Annotated[ToolChoice | None, mode_or(NamedTool)] = None
     tools: list[Tool] | None = None
     top_logprobs: int | None = None
-    verbosity: Literal["medium"] | None = None
     # Unsupported; null is the same as absent.
     audio: None = None
     documents: None = None

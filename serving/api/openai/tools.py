@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
+from weft.errors import shown
 from weft.serving.api.body import Body
 from weft.serving.api.errors import explain
 
@@ -21,9 +22,8 @@ def _check_schema(schema: Any, place: str) -> None:
     kind = schema.get("type", [])
     for name in kind if isinstance(kind, list) else [kind]:
         if not isinstance(name, str) or name not in _SCHEMA_TYPES:
-            shown = str(name)[:40]
             raise ValueError(
-                f"{place}.type is {shown!r}; a type is {', '.join(sorted(_SCHEMA_TYPES))}"
+                f"{place}.type is {shown(name)}; a type is {', '.join(sorted(_SCHEMA_TYPES))}"
             )
     if not isinstance(schema.get("pattern", ""), str):
         raise ValueError(f"{place}.pattern must be a text")
@@ -45,7 +45,7 @@ def _check_schema(schema: Any, place: str) -> None:
 
 def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
-        raise ValueError(f".type is {str(schema['type'])[:40]!r}; it must be 'object'")
+        raise ValueError(f".type is {shown(schema['type'])}; it must be 'object'")
     _check_schema(schema, "")
     return schema
 
@@ -97,7 +97,7 @@ def mode_or(named: type[Body]) -> BeforeValidator:
                 raise explain([{**first, "loc": ("body", "tool_choice", *first["loc"])}]) from None
         if value is not None and value not in get_args(ToolMode):
             raise ValueError(
-                f" is {str(value)[:40]!r}; this server accepts 'none', 'auto', 'required', or a "
+                f" is {shown(value)}; this server accepts 'none', 'auto', 'required', or a "
                 'tool: {"type": "function", ...}'
             )
         return value

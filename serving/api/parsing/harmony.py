@@ -65,6 +65,11 @@ class HarmonyParser:
             self._seen.clear()
             self.begun = self._body is Reasoning
 
+    @property
+    def held(self) -> int:
+        """The number of held-back characters."""
+        return len(self._reader.held)
+
     def push(self, text: str) -> list[Piece]:
         """Take more text; returns the certain pieces."""
         for char in text:

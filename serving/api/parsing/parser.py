@@ -163,6 +163,10 @@ class Stage(Protocol):
 
     begun: bool
 
+    @property
+    def held(self) -> int:
+        """The number of held-back characters."""
+
     def push(self, text: str) -> list[Piece]:
         """Take more text; returns the certain pieces."""
 
@@ -180,6 +184,11 @@ class AnswerParser:
     def has_reasoning(self) -> bool:
         """True if the answer, so far, begins with a thought."""
         return any(stage.begun for stage in self._stages)
+
+    @property
+    def held(self) -> int:
+        """The number of held-back characters."""
+        return sum(stage.held for stage in self._stages)
 
     def push(self, text: str) -> list[Piece]:
         """Take more text; returns the certain pieces."""

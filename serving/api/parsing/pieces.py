@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 
 class Content(Struct, frozen=True, gc=False):
-    """More text for the user."""
+    """More text for the user.
+
+    `logprobs` are those of the text's tokens, if the request asks for them beside the text.
+    """
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Reasoning(Struct, frozen=True, gc=False):
@@ -98,8 +102,12 @@ def merged(pieces: list[Piece]) -> list[Piece]:
     for kind, group in groupby(pieces, type):
         if kind is CallStart:
             found.extend(group)
-        elif text := "".join(piece.text for piece in group if not isinstance(piece, CallStart)):
-            found.append(kind(text))
+            continue
+        same = [piece for piece in group if not isinstance(piece, CallStart)]
+        scores = (piece.logprobs for piece in same if isinstance(piece, Content))
+        if text := "".join(piece.text for piece in same):
+            logprobs = tuple(chain.from_iterable(scores))
+            found.append(Content(text, logprobs) if kind is Content else kind(text))
     return found
 
 

@@ -33,6 +33,11 @@ class ReasoningParser:
         self._push: Callable[[str], list[Piece]] = self._thought if opened else self._start
         self._trim = opened  # drop whitespace until the next text
 
+    @property
+    def held(self) -> int:
+        """The number of held-back characters."""
+        return len(self._wait)
+
     def push(self, text: str) -> list[Piece]:
         """Take more text; returns the certain pieces."""
         return self._push(text)

@@ -62,6 +62,11 @@ class ToolCallParser:
         if form.at_start:
             self._enter("")
 
+    @property
+    def held(self) -> int:
+        """The number of held-back characters."""
+        return len(self._wait if self._reader is None else self._reader.held)
+
     def push(self, text: str) -> list[Piece]:
         """Take more text; returns the certain pieces."""
         while text:

@@ -6,15 +6,17 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from weft.serving.api.openai.replies import ChatTokenLogprob
+
 Progress = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(Struct, tag="output_text"):
-    """Text for the user."""
+    """Text for the user; with log probabilities for its tokens, when asked for."""
 
     text: str
     annotations: list[None] = field(default_factory=list)
-    logprobs: list[None] = field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
 
 
 class ReasoningText(Struct, tag="reasoning_text"):
@@ -224,7 +226,7 @@ class TextDelta(_InItem, kw_only=True, tag="response.output_text.delta"):
 
     delta: str
     content_index: int = 0
-    logprobs: list[None] = field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
 
 
 class TextDone(_InItem, kw_only=True, tag="response.output_text.done"):
@@ -232,7 +234,7 @@ class TextDone(_InItem, kw_only=True, tag="response.output_text.done"):
 
     text: str
     content_index: int = 0
-    logprobs: list[None] = field(default_factory=list)
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
 
 
 class ReasoningDelta(_InItem, kw_only=True, tag="response.reasoning_text.delta"):

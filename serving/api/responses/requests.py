@@ -16,8 +16,8 @@ from weft.serving.api.openai.requests import Priority, Stop, sampling_params
 from weft.serving.api.openai.tools import ToolMode, mode_or
 from weft.serving.api.responses.items import InputItem
 from weft.serving.api.responses.tools import NamedTool, Tools
-from weft.serving.engine.chat_templates import Effort, Thinking
-from weft.serving.engine.sampling_params import Grammar, SamplingParams
+from weft.serving.engine.chat_templates import Effort, Level, Thinking, Verbosity
+from weft.serving.engine.sampling_params import MAX_LOGPROBS, Grammar, SamplingParams
 
 
 def _as_items(value: Any) -> Any:
@@ -62,7 +62,7 @@ class TextOptions(Body):
     """Options for the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Level | None = None
 
 
 _Summary = Literal["auto", "concise", "detailed"]
@@ -85,11 +85,13 @@ class ResponsesStreamOptions(Body):
 
 
 SEALED_THOUGHTS = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
+    "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
@@ -127,6 +129,11 @@ class InputTokensRequest(Body):
         effort = None if self.reasoning is None else self.reasoning.effort
         return Thinking.of_effort(effort, "reasoning.effort")
 
+    @property
+    def verbosity(self) -> Verbosity:
+        """The requested length of the answer."""
+        return Verbosity(None if self.text is None else self.text.verbosity, "text.verbosity")
+
 
 class ResponsesRequest(InputTokensRequest):
     """POST /v1/responses.
@@ -145,6 +152,7 @@ class ResponsesRequest(InputTokensRequest):
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     top_p: float | None = None
     # Labels and hints, and values without an effect.
     background: Literal[False] | None = None
@@ -157,7 +165,6 @@ class ResponsesRequest(InputTokensRequest):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     stream_options: ResponsesStreamOptions | None = None
-    top_logprobs: Literal[0] | None = None
     user: str | None = None
     # Unsupported; null is the same as absent.
     access_programs: None = None
@@ -171,9 +178,20 @@ class ResponsesRequest(InputTokensRequest):
         """True if thoughts carry `encrypted_content`."""
         return SEALED_THOUGHTS in (self.include or ())
 
+    @property
+    def scored(self) -> bool:
+        """True if texts carry their tokens' log probabilities."""
+        return LOGPROBS in (self.include or ())
+
     def sampling_params(self) -> SamplingParams:
         """Return the sampling settings; RequestError if a value is out of range."""
         form = self.text_format
         grammar = None if form is None else form.grammar
         names = {"max_tokens": "max_output_tokens"}
-        return sampling_params(self, names, max_tokens=self.max_output_tokens, grammar=grammar)
+        return sampling_params(
+            self,
+            names,
+            max_tokens=self.max_output_tokens,
+            grammar=grammar,
+            logprobs=(self.top_logprobs or 0) if self.scored else None,
+        )

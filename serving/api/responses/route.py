@@ -45,14 +45,15 @@ async def create_response(request: Request, body: asked.ResponsesRequest, state:
         return turn.conversation(_fits(engine, params.max_tokens or 1)), params
 
     generation = await Generation.of_chat(
-        state, engine, asked_for, body.priority or 0, field="input"
+        state, engine, asked_for, body.priority or 0, field="input", scored=body.scored
     )
     keeps = body.store is not False and state.responses.keeps
     store = state.responses if keeps else None
     writer = Writer(body, state.model, generation, state.answer_format(engine), turn, store)
     if body.stream:
         return await EventStream.start(request, writer.stream(), failure=writer.failure, done=b"")
-    return _json(await cancel_on_disconnect(request.receive, writer.whole()))
+    whole = await cancel_on_disconnect(request.receive, writer.whole())
+    return Response(whole, media_type="application/json")
 
 
 @router.post("/v1/responses/input_tokens", **returns(shapes.InputTokens))

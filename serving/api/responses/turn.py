@@ -103,6 +103,7 @@ class Turn:
             self.toolbox.choice(body.tool_choice),
             body.parallel_tool_calls is not False,
             thinking=body.thinking,
+            verbosity=body.verbosity,
         )
 
     def _all_items(self) -> Iterator[InputItem]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from weft.errors import EngineError, RequestError
 from weft.serving.api.errors import describe, error_body
 from weft.serving.api.generation import Generation
-from weft.serving.api.openai.replies import FinishReason, new_id, now
+from weft.serving.api.logprobs import chat_logprobs
+from weft.serving.api.openai.replies import ChatTokenLogprob, FinishReason, new_id, now
 from weft.serving.api.parsing.parser import AnswerFormat
 from weft.serving.api.parsing.pieces import Answer, Arguments, CallStart, Content, Piece, Reasoning
 from weft.serving.api.responses import events as shapes
@@ -23,6 +25,11 @@ from weft.serving.api.responses.tool_input import ToolInput
 from weft.serving.api.responses.tools import NamedTool, echoed
 from weft.serving.api.responses.turn import Turn
 from weft.serving.api.streaming import typed_event
+
+if TYPE_CHECKING:
+    from weft.serving.engine.protocol import TokenLogprob
+
+T = TypeVar("T")
 
 
 class Writer:
@@ -51,6 +58,7 @@ class Writer:
         self._turn = turn
         self._store = store
         self._seals = body.seals_thoughts
+        self._scored = body.scored
         self._input = ToolInput()
         self._sequence = 0
         self._begun = False
@@ -73,7 +81,8 @@ class Writer:
             text={
                 "format": {"type": "text"}
                 if body.text_format is None
-                else body.text_format.model_dump(exclude_none=True, by_alias=True)
+                else body.text_format.model_dump(exclude_none=True, by_alias=True),
+                "verbosity": body.verbosity.level,
             },
             tool_choice=(
                 body.tool_choice.model_dump(exclude_none=True)
@@ -81,6 +90,7 @@ class Writer:
                 else body.tool_choice or "auto"
             ),
             tools=[echoed(tool) for tool in body.tools or ()],
+            top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             truncation=body.truncation or "disabled",
             user=msgspec.UNSET if body.user is None else body.user,
@@ -90,8 +100,14 @@ class Writer:
         """Yield the events, encoded."""
         async with aclosing(self._generation.stream()) as parts:
             async for part in parts:
-                for event in self._events(part):
-                    yield self._numbered(event)
+                if part.finish_reason is None:
+                    events = self._encoded(part)
+                else:
+                    events = await self._aside(self._encoded, part)
+                    if self._store is not None:
+                        self._keep(await self._aside(msgspec.json.encode, self._response))
+                for event in events:
+                    yield event
 
     def failure(self, error: RequestError | EngineError) -> bytes:
         """Encode a failed answer's last event."""
@@ -100,12 +116,32 @@ class Writer:
         self._response.error = shapes.ResponseError(_code(status), error_body(error).error.message)
         return self._numbered(shapes.Failed(response=self._response))
 
-    async def whole(self) -> shapes.ResponseObject:
-        """Return the response once it is complete."""
-        for answer in await self._generation.collect():
-            for _ in self._events(answer):
-                pass
-        return self._response
+    async def whole(self) -> bytes:
+        """Return the response as JSON, once it is complete."""
+        async with aclosing(self._generation.stream()) as parts:
+            async for part in parts:
+                for _ in self._events(part):
+                    pass
+        body = await self._aside(msgspec.json.encode, self._response)
+        self._keep(body)
+        return body
+
+    async def _aside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Call a function, in a thread if there may be very many log probabilities."""
+        if self._scored:
+            return await asyncio.to_thread(work, *arguments)
+        return work(*arguments)
+
+    def _keep(self, body: bytes) -> None:
+        """Store the complete response, given as JSON, if it is to be stored."""
+        if self._store is not None:
+            ids = (*self._turn.ids, *(item.id for item in self._response.output))
+            stored = Stored(body, self._turn.items)
+            self._store.put(self._turn.owner, self._response.id, stored, ids)
+
+    def _encoded(self, part: Answer) -> list[bytes]:
+        """Add a partial answer to the response; returns its events, encoded."""
+        return [self._numbered(event) for event in self._events(part)]
 
     def _numbered(self, event: shapes.ResponseEvent) -> bytes:
         event.sequence_number = self._sequence
@@ -135,14 +171,16 @@ class Writer:
                 assert isinstance(last, shapes.OutputCall)
                 last.arguments += text
                 yield shapes.ArgumentsDelta(delta=text, **self._place())
-            case Content(text):
+            case Content(text, scores):
+                logprobs = self._logprobs(scores)
                 if not isinstance(last, shapes.OutputMessage):
                     last = shapes.OutputMessage(new_id("msg", "_"), [])
                     yield from self._begin(last)
                     yield shapes.PartAdded(part=shapes.OutputText(""), **self._place())
                     last.content.append(shapes.OutputText(""))
                 last.content[0].text += text
-                yield shapes.TextDelta(delta=text, **self._place())
+                last.content[0].logprobs += logprobs
+                yield shapes.TextDelta(delta=text, logprobs=logprobs, **self._place())
             case Reasoning(text):
                 if not isinstance(last, shapes.ReasoningItem):
                     last = shapes.ReasoningItem(new_id("rs", "_"), [])
@@ -151,6 +189,11 @@ class Writer:
                     last.content.append(shapes.ReasoningText(""))
                 last.content[0].text += text
                 yield shapes.ReasoningDelta(delta=text, **self._place())
+
+    def _logprobs(self, scores: Sequence[TokenLogprob]) -> list[ChatTokenLogprob]:
+        if not scores:
+            return []
+        return chat_logprobs(self._format.tokenizer, scores).content or []
 
     def _call(self, name: str) -> shapes.OutputCall | shapes.OutputCustomCall:
         called, call_id = self._turn.toolbox.called(name), self._format.new_call_id()
@@ -191,8 +234,9 @@ class Writer:
             case shapes.OutputCall():
                 yield shapes.ArgumentsDone(name=item.name, arguments=item.arguments, **place)
             case shapes.OutputMessage():
-                yield shapes.TextDone(text=item.content[0].text, **place)
-                yield shapes.PartDone(part=item.content[0], **place)
+                part = item.content[0]
+                yield shapes.TextDone(text=part.text, logprobs=part.logprobs, **place)
+                yield shapes.PartDone(part=part, **place)
             case shapes.ReasoningItem():
                 if self._seals:
                     item.encrypted_content = seal(item.content[0].text)
@@ -209,10 +253,6 @@ class Writer:
             response.status, response.incomplete_details = "incomplete", shapes.IncompleteDetails()
         else:
             response.status, response.completed_at = "completed", now()
-        if self._store is not None:
-            stored = Stored(msgspec.json.encode(response), self._turn.items)
-            ids = (*self._turn.ids, *(item.id for item in response.output))
-            self._store.put(self._turn.owner, response.id, stored, ids)
         last = shapes.Incomplete if cut_off else shapes.Completed
         yield last(response=response)
 

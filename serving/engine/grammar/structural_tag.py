@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from weft.errors import RequestError
+from weft.errors import RequestError, shown
 from weft.serving.engine.grammar.characters import Writing
 from weft.serving.engine.grammar.expressions import Rules, expression_as_ebnf
 from weft.serving.engine.grammar.json_schema import parse, prepare
@@ -123,7 +123,7 @@ def _name_tokens(node: Format, place: str, token_id: Callable[[str | int], int |
     def found(token: Any) -> int:
         number = token_id(token) if isinstance(token, str | int) else None
         if number is None:
-            raise RequestError(f"{place} must not name the token {str(token)[:40]!r}")
+            raise RequestError(f"{place} must not name the token {shown(token)}")
         return number
 
     for word in _TOKENS & node.keys():
@@ -193,7 +193,7 @@ def _nodes(form: Format, place: str) -> Iterator[tuple[Format, str]]:
             kind = node.setdefault("type", kind)
             if not isinstance(kind, str) or kind not in FORMATS:
                 raise RequestError(
-                    f"{place[:80]} has the type {str(kind)[:40]!r}; a format's type is one of "
+                    f"{place[:80]} has the type {shown(kind)}; a format's type is one of "
                     f"{', '.join(sorted(FORMATS))}"
                 )
             yield node, place

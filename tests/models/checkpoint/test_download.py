@@ -444,6 +444,25 @@ def test_object_storage(storage: Storage, checkpoint: Path, tmp_path: Path) -> N
     assert "s3://models/nothing has no config.json" in error(environment, "s3://models/nothing")
 
 
+@pytest.mark.skipif(find_spec("gcsfs") is None, reason="needs gcsfs: pip install 'weft[gs]'")
+def test_google_s_object_storage(
+    storage: Storage, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    environment = storage.environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = Path(copy_of(environment, "gs://models/tiny"))
+    folder.mkdir(parents=True)
+    first, *_ = shards(checkpoint)
+    (folder / f"{first}.incomplete").write_bytes((checkpoint / first).read_bytes()[:1000])
+    place, commit, seen = fetch(environment, "gs://models/tiny/")
+    assert (Path(place), commit) == (folder, None)
+    for file in checkpoint.iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes()
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert "gs://models/nothing has no config.json" in error(environment, "gs://models/nothing")
+    assert "there is no such bucket or file (" in error(environment, "gs://nowhere/tiny")
+    assert capfd.readouterr().err == ""
+
+
 def test_a_partial_copy_of_object_storage_continues(
     storage: Storage, checkpoint: Path, tmp_path: Path
 ) -> None:

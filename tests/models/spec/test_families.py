@@ -245,7 +245,7 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures is ['GPT2LMHeadModel']"),
         ({"architectures": []}, "architectures is []"),
-        ({"architectures": None}, "architectures is None"),
+        ({"architectures": None}, "architectures is null"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures is [['LlamaForCausalLM']]"),
         ({"model_type": "granite"}, "model_type is 'granite'; supported is 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu' or 'swish'"),
@@ -254,8 +254,8 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
         ({"text_config": {}}, "text_config is {}; supported is no such field"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; it must have one for e"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types is ['sliding_attention', 'slid"),
-        ({"is_causal": False}, "is_causal is False; supported is True"),
-        ({"is_causal": 1}, "is_causal is 1; supported is True"),
+        ({"is_causal": False}, "is_causal is false; supported is true"),
+        ({"is_causal": 1}, "is_causal is 1; supported is true"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config is {'0': {}}; supported is no such"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported is at most"),
         *(
@@ -268,13 +268,13 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
                 ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"),
                 ({"quant_method": "awq", "bits": 4}, "'awq'"),
                 ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-                ({"bits": 4}, "None"),
+                ({"bits": 4}, "null"),
                 ("fp8", "'fp8'"),
             )
         ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'; supported is a whole number"),
-        ({"hidden_size": True}, "hidden_size is True"),
+        ({"hidden_size": True}, "hidden_size is true"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"vocab_size": -1}, "vocab_size is -1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; supported is a divisor of"),
@@ -320,6 +320,16 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"^config.json: {re.escape(message)}"):
         build_spec(LLAMA | fields, SOURCE)
+
+
+@pytest.mark.parametrize("name", ["architectures", "hidden_size", "intermediate_size"])
+def test_a_misspelt_field_is_found(name: str) -> None:
+    others = {other: value for other, value in LLAMA.items() if other != name}
+    with pytest.raises(ModelError, match=f"^config.json: {name} is missing($|; supported)"):
+        build_spec(others | {f"moe_{name}": 64}, SOURCE)
+    misspelt = f"{name} is missing; {name[1:]} is there: did you mean {name}\\?"
+    with pytest.raises(ModelError, match=misspelt):
+        build_spec(others | {name[1:]: LLAMA[name]}, SOURCE)
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,30 @@ def test_null_is_not_called_missing(http: httpx.Client, role: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("chat/completions", {"max_tokens": True}, "max_tokens is true; it should be a valid int"),
+        ("chat/completions", {"stop": [None]}, "stop[0] is null; it should be a valid string"),
+        ("chat/completions", {"store": 1}, "store is 1; this server takes false"),
+        ("chat/completions", {"tool_choice": True}, "tool_choice is true; this server accepts"),
+        (
+            "chat/completions",
+            {"logit_bias": [True, {"a": None}]},
+            "is [true, {'a': null}]; it shou",
+        ),
+        ("chat/completions", {"messages": [False]}, "messages[0] is false; it should be an object"),
+        ("messages", {"max_tokens": None}, "max_tokens is null; it should be a valid integer"),
+        ("responses", {"input": None}, "input is null; it should be a valid list"),
+    ],
+)
+def test_words_are_those_of_json(
+    http: httpx.Client, path: str, fields: dict[str, Any], message: str
+) -> None:
+    error = http.post(f"/v1/{path}", json=CHAT | fields).json()["error"]
+    assert message in error["message"]
+
+
 def test_many_unknown_fields_are_one_error(http: httpx.Client) -> None:
     error = failure(http.post("/v1/completions", json={f"k{i}": 1 for i in range(10**5)}))
     assert error["message"].startswith("the body has 100,000 fields; this server knows ")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.echo_runner import LOADER, write_echo
 from support.engine import started
@@ -21,6 +22,7 @@ from weft.serving.api.body_room import LARGE
 from weft.serving.api.local import LocalApi
 from weft.serving.api.middleware import access_log
 from weft.serving.api.middleware.request_context import RequestContext, heavy
+from weft.serving.api.responses.writer import Writer
 from weft.serving.api.state import ServerState
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.engine import AsyncEngine
@@ -110,6 +112,25 @@ async def test_it_is_done_in_a_thread(
     assert work <= watch.elsewhere
     assert not work & watch.here
     assert (context.prompts is not None) == path.startswith("/v1/")
+
+
+@pytest.mark.parametrize(
+    ("stream", "owner", "work"), [(False, msgspec.json, "encode"), (True, Writer, "_end")]
+)
+async def test_a_response_with_log_probabilities_is_written_in_a_thread(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, stream: bool, owner: Any, work: str
+) -> None:
+    """Its last events repeat all of them."""
+    watch = Watch()
+    monkeypatch.setattr(owner, work, watch.over(owner, work))
+    body = {"model": "echo", "input": "hi", "stream": stream}
+    body["include"] = ["message.output_text.logprobs"]
+    status, answer = await LocalApi(build_app(ServerState("echo", engine=engine))).post(
+        "/v1/responses", json.dumps(body).encode()
+    )
+    assert status == 200, answer
+    assert watch.elsewhere == {work}
+    assert not watch.here
 
 
 MANY = [{"role": "user", "content": "hi"}] * 5000

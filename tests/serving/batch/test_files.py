@@ -82,6 +82,16 @@ def test_a_simple_line_keeps_its_id(tmp_path: Path, text: str, expected: dict[st
     assert answer == expected | {"text": "b", "finish_reason": "stop", "usage": {}}
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf_16_is_named(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "é"}', encoding=encoding)
+    for line in Inputs([path]):
+        problem = parse(line, "m").problem or ""
+        assert problem.startswith(f"{line.place} looks like UTF-16, but lines are JSON in UTF-8; ")
+        assert "iconv -f UTF-16 -t UTF-8" in problem
+
+
 def test_a_simple_line_keeps_what_it_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}')

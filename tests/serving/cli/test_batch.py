@@ -165,10 +165,14 @@ def test_status_1_if_every_row_failed(
     engine_config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": 3}\n{"prompt": 4}\n')
+    source.write_text('{"prompt": 3}\nno JSON\n')
     assert run(engine_config, ServerConfig(), [source], output) == 1
     assert capsys.readouterr().err.endswith(f"batch: every row failed; {output} says why\n")
     assert len(read(output)) == 2
+    source.write_text('{"prompt": 3}\n{"prompt": 4}\n')
+    assert run(engine_config, ServerConfig(), [source], output, overwrite=True) == 1
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("batch: every row failed with this error: prompt must be a text")
     source.write_text('{"prompt": 3}\n{"prompt": "a", "max_tokens": 1}\n')
     assert run(engine_config, ServerConfig(), [source], output, overwrite=True) == 0
 

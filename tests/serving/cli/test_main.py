@@ -16,6 +16,7 @@ from support.checkpoints import make_checkpoint
 from support.commands import run_each
 
 from weft import LLM, SamplingParams
+from weft.models.checkpoint.locate import locate
 from weft.models.memory.ledger import human_bytes
 
 COMMANDS = ("batch", "chat", "config", "doctor", "eval", "generate", "join", "serve")
@@ -100,6 +101,10 @@ USAGE_ERRORS = [
     (["serve", "--prot", "3"], "--prot"),
     (["frobnicate"], "frobnicate"),
     (["generate"], "PROMPT"),
+    (["generate", "owner/name"], "owner/name may be the model or the prompt: give a prompt after"),
+    (["generate", "weft-demo", "--raw"], "weft-demo may be the model or the prompt"),
+    (["generate", "hf://owner/name"], "hf://owner/name may be the model or the prompt"),
+    (["generate", str(locate("weft-demo"))], "weft-demo may be the model or the prompt"),
     (
         ["serve", "--dtype", "fp8"],
         "--dtype is 'fp8'; it must be one of auto, bfloat16, float16, half, float32",
@@ -199,8 +204,8 @@ def test_settings_that_the_model_cannot_take(run: Run, checkpoint: Path) -> None
 def test_generate_writes_only_the_answer(run: Run, checkpoint: Path, llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
     arguments = ("generate", "--model", checkpoint, "--max-tokens", 8)
-    done = run(*arguments, "one two")
-    (answer,) = llm.chat([{"role": "user", "content": "one two"}], params)
+    done = run(*arguments, "one/two")  # with --model, this is no model
+    (answer,) = llm.chat([{"role": "user", "content": "one/two"}], params)
     assert (done.returncode, done.stdout) == (0, answer.text + "\n"), done.stderr
     done = run(*arguments, "--raw", "-", stdin="the weather")
     assert done.stdout == llm.generate("the weather", params)[0].text + "\n"

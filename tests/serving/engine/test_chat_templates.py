@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError, ModelError, RequestError
-from weft.serving.engine.chat_templates import EFFORTS, ChatTemplates, Effort, Thinking
+from weft.serving.engine.chat_templates import (
+    EFFORTS,
+    ChatTemplates,
+    Effort,
+    Level,
+    Thinking,
+    Verbosity,
+)
 from weft.serving.engine.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -96,6 +103,28 @@ def test_a_template_may_have_both_forms() -> None:
     assert chat.thinking_arguments(Thinking.of_effort("none")) == {"enable_thinking": False}
     on = {"enable_thinking": True, "reasoning_effort": "low"}
     assert chat.thinking_arguments(Thinking.of_effort("low")) == on
+
+
+def test_a_verbosity_is_for_templates_that_read_it() -> None:
+    chat = templates("{% if verbosity is defined %}{{ verbosity }} {% endif %}" + PLAIN)
+    assert chat.render(MESSAGES) == "Hello"
+    for level in get_args(Level):
+        assert chat.render(MESSAGES, verbosity=Verbosity(level)) == f"{level} Hello"
+    contradiction = r"a\.b and chat_template_kwargs.verbosity contradict"
+    with pytest.raises(RequestError, match=contradiction) as error:
+        chat.render(MESSAGES, arguments={"verbosity": "low"}, verbosity=Verbosity("high", "a.b"))
+    assert error.value.param == "a.b"
+
+
+def test_without_such_a_template_the_verbosity_is_medium() -> None:
+    chat = templates(PLAIN)
+    assert chat.render(MESSAGES, verbosity=Verbosity("medium")) == "Hello"
+    for level in ("low", "high"):
+        with pytest.raises(
+            RequestError, match=r"a\.b is '(low|high)'; .* template knows no verbosity"
+        ) as error:
+            chat.render(MESSAGES, verbosity=Verbosity(level, "a.b"))
+        assert (error.value.param, error.value.code) == ("a.b", "unsupported_value")
 
 
 def test_arguments_of_a_request_come_before_the_defaults() -> None:

@@ -87,7 +87,7 @@ def test_another_file(tmp_path: Path) -> None:
     [
         ({"temperature": -1}, "temperature is -1"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a number;"),
-        ({"max_new_tokens": True}, "max_new_tokens is True; it must be an integer;"),
+        ({"max_new_tokens": True}, "max_new_tokens is true; it must be an integer;"),
         ({"top_p": 3}, "top_p is 3"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"top_k": 1.5}, "top_k is 1.5; it must be an integer;"),

@@ -143,7 +143,7 @@ def test_added_tokens_of_another_shape_are_refused(tmp_path: Path, value: Any) -
 
 def test_special_tokens_that_texts_split_are_refused(tmp_path: Path) -> None:
     path = kinds.write_byte_level(tmp_path, split_special_tokens=True)
-    with pytest.raises(ModelError, match=r"tokenizer_config.json: split_special_tokens is True"):
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: split_special_tokens is true"):
         Tokenizer.load(path)
 
 

@@ -260,7 +260,7 @@ def test_the_client(echo: Server) -> None:
         (400, "invalid_request_error", "messages[0].content[0].source.type is 'base64'", "",
          {"messages": [{"role": "user", "content": [
              {"type": "document", "source": {"type": "base64"}}]}]}),
-        (400, "invalid_request_error", "citations.enabled is True", "",
+        (400, "invalid_request_error", "citations.enabled is true", "",
          {"messages": [{"role": "user", "content": [
              {"type": "search_result", "source": "s", "title": "t", "content": [],
               "citations": {"enabled": True}}]}]}),
@@ -270,7 +270,7 @@ def test_the_client(echo: Server) -> None:
          {"thread": {"type": "continue", "previous_message_id": "msg_a"}}),
         (400, "invalid_request_error", "tool_choice.name", "", {"tool_choice": {"type": "tool"}}),
         (400, "invalid_request_error", "messages[0].role", "", {"messages": [{"role": "tool"}]}),
-        (400, "invalid_request_error", "messages[0].content[0].input is None", "",
+        (400, "invalid_request_error", "messages[0].content[0].input is null", "",
          {"messages": [{"role": "assistant", "content": [USE | {"input": None}]}]}),
         (400, "invalid_request_error", "stop_sequences[0]", "", {"stop_sequences": [""]}),
         (400, "invalid_request_error", "ends with white space", "",

@@ -104,7 +104,6 @@ NOT_TAKEN: dict[str, Any] = {
     "modalities": ["audio"],
     "service_tier": "flex",
     "store": True,
-    "verbosity": "low",
     "spaces_between_special_tokens": False,
     "use_beam_search": True,
     "early_stopping": True,

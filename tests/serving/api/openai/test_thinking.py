@@ -17,7 +17,8 @@ from support.tokenizers import write_byte_level
 OFF = "<think>\n\n</think>\n\n"
 HEAD = f"{echo_runner.START}{{{{ messages[-1].content }}}}{echo_runner.END}"
 SWITCHED = (
-    HEAD + "{% if enable_thinking is defined and not enable_thinking %}"
+    HEAD + "{{ verbosity }}"
+    "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% else %}{{ '<think>\\n' }}{% endif %}"
 )
 ALWAYS = HEAD + "{# </think> #}<think>{{ '\\n' }}"
@@ -154,3 +155,23 @@ def test_the_settings(servers: dict[str, Server], tmp_path_factory: pytest.TempP
         assert prompt(server) == OFF
         assert prompt(server, reasoning_effort="low") == "<think>\n"
         assert prompt(server, chat_template_kwargs={"enable_thinking": True}) == "<think>\n"
+
+
+def test_verbosity(servers: dict[str, Server]) -> None:
+    assert prompt(servers["switched"], verbosity="low") == "low<think>\n"
+    message(servers["switched"], "hello", verbosity="high")
+    assert prompt(servers["plain"], verbosity="medium") == prompt(servers["plain"])
+    assert refusal(servers["plain"], verbosity="high")["param"] == "verbosity"
+    response = servers["switched"].http.post(
+        "/v1/responses", json={"input": "hello", "text": {"verbosity": "low"}}
+    )
+    assert response.status_code == 200, response.text
+    assert response.json()["text"]["verbosity"] == "low"
+    counted = [
+        servers["switched"].http.post(
+            "/v1/responses/input_tokens", json={"input": "hello", "text": {"verbosity": level}}
+        )
+        for level in (None, "high")
+    ]
+    without, high = (each.json()["input_tokens"] for each in counted)
+    assert high == without + len("high")

@@ -19,9 +19,14 @@ TAKEN: dict[str, list[Any]] = {
     "instructions": ["be brief"],
     "previous_response_id": [],
     "store": [True, False],
-    "include": [[], ["reasoning.encrypted_content"], ["file_search_call.results"]],
+    "include": [
+        [],
+        ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        ["file_search_call.results"],
+    ],
     "max_output_tokens": [5],
     "temperature": [0, 2.0],
+    "top_logprobs": [0, 20],
     "top_p": [0.5],
     "stream": [True, False],
     "stream_options": [{}, {"include_obfuscation": False}],
@@ -35,7 +40,6 @@ TAKEN: dict[str, list[Any]] = {
     "text": [{}, {"format": {"type": "text"}, "verbosity": "medium"}],
     "truncation": ["auto", "disabled"],
     "background": [False],
-    "top_logprobs": [0],
     "service_tier": ["auto", "default"],
     "max_tool_calls": [3],
     "metadata": [{"a": "b"}],
@@ -54,7 +58,6 @@ TAKEN: dict[str, list[Any]] = {
 }
 NOT_TAKEN: dict[str, Any] = {
     "background": True,
-    "top_logprobs": 5,
     "service_tier": "flex",
     "stream_options": {"include_obfuscation": True},
     "max_tool_calls": "a",
@@ -126,7 +129,6 @@ def test_an_answer_can_go_on_after_its_end(echo: Server) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "value"),
     [
-        ({"top_logprobs": False}, "top_logprobs", "False"),
         ({"background": 0}, "background", "0"),
         ({"tools": [{"type": "custom", "name": "f", "async": 0}]}, "tools[0].async", "0"),
     ],

@@ -20,7 +20,7 @@ from weft.serving.api.responses.requests import ResponsesRequest
 from weft.serving.api.responses.store import ResponseStore
 from weft.serving.api.responses.turn import Turn
 from weft.serving.api.responses.writer import Writer
-from weft.serving.engine.chat_templates import Thinking
+from weft.serving.engine.chat_templates import Thinking, Verbosity
 from weft.serving.engine.sampling_params import NEUTRAL, SamplingParams
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -127,6 +127,7 @@ def test_an_answer_of_every_kind(echo: Server) -> None:
     assert answer["status"] == "completed"
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
     assert answer["instructions"] == "be brief"
+    assert answer["text"] == {"format": {"type": "text"}, "verbosity": None}
     assert answer["store"] is True
 
 
@@ -186,7 +187,8 @@ def test_the_client(echo: Server) -> None:
         ("background", {"background": True}),
         ("conversation", {"conversation": "conv_1"}),
         ("include[0]", {"include": ["reasoning.text"]}),
-        ("include[0]", {"include": ["message.output_text.logprobs"]}),
+        ("top_logprobs", {"top_logprobs": 21}),
+        ("top_logprobs", {"top_logprobs": -1, "include": ["message.output_text.logprobs"]}),
         ("prompt", {"prompt": {"id": "pmpt_1"}}),
         ("truncation", {"truncation": "always"}),
         ("reasoning.effort", {"reasoning": {"effort": "utmost"}}),
@@ -266,6 +268,19 @@ def test_truncation_leaves_out_the_oldest_turns(server: Server) -> None:
 def test_the_effort_is_the_chats(reasoning: Any, thinking: Thinking) -> None:
     body = ResponsesRequest.model_validate({"input": "hi", "reasoning": reasoning})
     assert Turn(body, ResponseStore(0), "").conversation(lambda _: True).thinking == thinking
+
+
+@pytest.mark.parametrize(
+    ("text", "verbosity"),
+    [
+        (None, Verbosity(None, "text.verbosity")),
+        ({"format": {"type": "text"}}, Verbosity(None, "text.verbosity")),
+        ({"verbosity": "low"}, Verbosity("low", "text.verbosity")),
+    ],
+)
+def test_the_verbosity_is_the_chats(text: Any, verbosity: Verbosity) -> None:
+    body = ResponsesRequest.model_validate({"input": "hi", "text": text})
+    assert Turn(body, ResponseStore(0), "").conversation(lambda _: True).verbosity == verbosity
 
 
 @pytest.mark.parametrize(
