@@ -324,15 +324,22 @@ def check_linear(weight: Weight, bias: Tensor | None, *, gated: bool = False) ->
 
 
 def make_linear(
-    weight: Weight, bias: Tensor | None = None, *, gated: bool = False, compress: bool = True
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    compress: bool = True,
+    with_rows: bool = False,
 ) -> Linear:
     """Make the fastest layer available here for this weight.
 
-    See NativeLinear for the arguments; other layers ignore `compress`.
+    See NativeLinear for the arguments; other layers ignore `compress`. With `with_rows`, a layer
+    that can return the weight's rows comes first: it holds a tied embedding once.
     """
     check_linear(weight, bias, gated=gated)
     # With matrix units (AMX), oneDNN's products are far faster than vector instructions.
-    if native.supports(parts_of(weight)[0].dtype) and not torch.cpu._is_amx_tile_supported():
+    fastest = with_rows or not torch.cpu._is_amx_tile_supported()
+    if fastest and native.supports(parts_of(weight)[0].dtype):
         return NativeLinear(weight, bias, gated=gated, compress=compress)
     return PackedLinear(whole(weight), bias, gated=gated)
 

@@ -131,17 +131,22 @@ class CpuModel:
         native = [layer.native for layer in self._layers[:-1]]
         compiled = [layer for layer in native if layer is not None]
         self._native = NativeLayers(compiled) if compiled and compiled == native else None
-        lm_head = None
+        lm_head: Linear | None = None
         self._is_last = stage.is_last
+        shared = spec.lm_head is None and quantization == "none"
         if stage.is_last:
             self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
-            self._lm_head = lm_head = load.make(load(spec.lm_head or spec.embedding))
-        packed = spec.lm_head is None and quantization == "none"
-        if packed and isinstance(lm_head, NativeLinear):
+            table = load(spec.lm_head or spec.embedding)
+            if shared:
+                lm_head = make_linear(table, compress=compress, with_rows=True)
+            else:
+                lm_head = load.make(table)
+            self._lm_head = lm_head
+        if shared and isinstance(lm_head, NativeLinear):
             self._rows: Callable[[Tensor], Tensor] = lm_head.weight_rows
         elif stage.is_first:
-            table = weights.read(spec.embedding)
-            self._rows = lambda token_ids: embedding(token_ids, table).to(dtype)
+            rows = weights.read(spec.embedding)
+            self._rows = lambda token_ids: embedding(token_ids, rows).to(dtype)
         self._group = groups.tensor
         self._vocabulary = weights.parts(spec.embedding)[0]
         self._vocab_size = spec.vocab_size

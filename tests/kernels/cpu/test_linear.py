@@ -269,6 +269,14 @@ def test_the_compiled_layer_is_chosen_where_there_is_one() -> None:
         assert isinstance(make_linear(torch.randn(4, 4).bfloat16()), PackedLinear)
 
 
+def test_a_layer_with_rows_is_compiled_even_beside_matrix_units() -> None:
+    with compiled_kernels(True):
+        weight = torch.randn(8, 4).bfloat16()
+        layer = make_linear(weight.clone(), with_rows=True)
+        assert isinstance(layer, NativeLinear)
+        assert torch.equal(layer.weight_rows(torch.tensor([5, 0])), weight[[5, 0]])
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_shapes_that_do_not_fit_are_refused(compiled: bool) -> None:
     with compiled_kernels(compiled):
