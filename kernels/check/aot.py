@@ -271,10 +271,10 @@ def _tuned_cases(op: Op, target: str) -> Iterator[Case]:
     """Choose the configurations that were tuned on this machine for the target's GPUs."""
     from weft.kernels.check.ops.op import Sizes
     from weft.kernels.gpu.tuning import table as tuned
-    from weft.kernels.gpu.tuning.costs import DEVICES, DTYPES, Problem
+    from weft.kernels.gpu.tuning.costs import DTYPES, GPUS, Problem
     from weft.kernels.gpu.tuning.search import options_of
 
-    names = [device.name for device in DEVICES if device.target == target]
+    names = [gpu.name for gpu in GPUS if gpu.target == target]
     for key, entry in sorted(tuned.load(tuned.default_path()).items()):
         fp8 = "_fp8" if DTYPES[key.dtype].itemsize == 1 else ""
         if key.op + fp8 == op.name and any(name in key.device for name in names):

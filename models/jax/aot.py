@@ -16,26 +16,18 @@ from typing import Any
 import jax
 
 from weft.errors import ConfigError
+from weft.kernels.devices import DEVICES
 from weft.models.jax.buckets import Buckets
 from weft.models.jax.kernels import Choice
 from weft.models.jax.mesh import make_mesh
 from weft.models.jax.overlap import Collective, collectives, mosaic_kernels
 from weft.models.jax.platform import described_devices
 from weft.models.jax.program import Program
-from weft.models.memory.ledger import GIB
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
-HBM = {"v5e": 15.75, "v5p": 95.0, "v6e": 31.25, "tpu7x": 94.75}
-"""GiB of HBM that the compiler grants a program on one device (a chip; for tpu7x, half a chip)."""
-
-SLICES = {
-    "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    "v5p": ("2x2x1", "2x2x2", "2x4x4", "4x4x4"),
-    "tpu7x": ("2x2x1", "2x2x2", "2x4x4", "4x4x4"),
-}
-"""Slices for rent, the smallest first."""
+CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
+"""Chips that steps are compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +62,16 @@ def chip_of(topology: str) -> str:
         ConfigError: the chip is unknown.
     """
     chip = topology.partition(":")[0]
-    if chip not in HBM or ":" not in topology:
+    if chip not in CHIPS or ":" not in topology:
         raise ConfigError(
-            f"--for is {topology!r}; it must be a slice such as v5e:2x4, of {', '.join(HBM)}"
+            f"--for is {topology!r}; it must be a slice such as v5e:2x4, of {', '.join(CHIPS)}"
         )
     return chip
 
 
 def hbm_bytes(chip: str) -> int:
-    """Return one device's HBM in bytes."""
-    return int(HBM[chip] * GIB)
-
-
-def chips_in(shape: str, chip: str) -> int:
-    """Return the number of devices in a slice."""
-    count = 2 if chip == "tpu7x" else 1
-    for side in shape.split("x"):
-        count *= int(side)
-    return count
+    """Return the bytes of HBM that the compiler grants a program on one device."""
+    return DEVICES[chip].memory
 
 
 def compile_model(

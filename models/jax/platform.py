@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
+from weft.kernels.devices import DEVICES
 
 if TYPE_CHECKING:
     import jax
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 GOOGLE = "0x1ae0"
 TPUS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 """PCI ids: the vendor, and the TPU kinds that jax's own code lists."""
-
-DEVICES_OF_CHIP = {"tpu7x": 2}
-"""Devices per chip, where it is not 1."""
 
 VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"
 """Variable with the chips for libtpu in this process; Ray sets it for its actors, too."""
@@ -50,7 +48,7 @@ def count_tpus(root: Path = Path("/")) -> int:
     """
     if not is_installed() or find_spec("libtpu") is None:
         return 0
-    return sum(DEVICES_OF_CHIP.get(kind, 1) for kind in _chips(root))
+    return sum(DEVICES[kind].per_chip for kind in _chips(root))
 
 
 def prepare(
@@ -90,7 +88,7 @@ def keep_to(indexes: Sequence[int]) -> None:
         ConfigError: libtpu supports no such part of a node.
     """
     kinds = _chips(Path("/"))
-    each = max(DEVICES_OF_CHIP.get(kind, 1) for kind in kinds)
+    each = max(DEVICES[kind].per_chip for kind in kinds)
     chips = sorted({index // each for index in indexes})
     if len(chips) not in BOUNDS or len(indexes) % each:
         sizes = ", ".join(str(size * each) for size in BOUNDS)

@@ -149,11 +149,12 @@ def _slice_that_fits(
     config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str
 ) -> str:
     """Describe the smallest slice with these chips that is large enough for the model."""
-    from weft.models.jax.aot import SLICES, chips_in
+    from weft.kernels.devices import DEVICES
+    from weft.models.plan.hardware import read_slice
     from weft.models.spec.layout import check_layout
 
-    for shape in SLICES[chip]:
-        tp = chips_in(shape, chip)
+    for shape in DEVICES[chip].shapes:
+        tp = read_slice(f"{chip}:{shape}").devices
         try:
             check_layout(spec, tp, 1)
             _ledger(config, spec, dtype, max_model_len, chip, tp)

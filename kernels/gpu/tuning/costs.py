@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from weft.kernels.devices import DEVICES, GPU_LAUNCH, HOP
 from weft.kernels.gpu.runtime.arguments import KernelError
 
 DTYPES = {
@@ -209,7 +210,7 @@ ONE_SHOT = ("one_shot", "ll")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Gpu:
     """Figures for one GPU, in bytes, bytes per second and operations per second.
 
     Attributes:
@@ -217,7 +218,7 @@ class Device:
         target: compilation target in aot.py.
         flops: dense operations per second with 2-byte operands.
         memory, l2: bandwidth.
-        link: bandwidth to the other GPUs in the node, in one direction.
+        link: bandwidth to all other GPUs in the node together, in one direction.
         processors: number of SMs or CUs.
         shared: maximum bytes of shared memory for one program.
     """
@@ -232,37 +233,41 @@ class Device:
     shared: int
 
 
-# Peaks come from the vendors' data sheets (NVIDIA A100 80 GB SXM, H100 SXM, H200 SXM, DGX B200; AMD
-# Instinct MI300X). NVLink and Infinity Fabric are halved to one direction. Shared memory comes from
-# CUDA's programming guide (compute capability table) and AMD's CDNA 3 paper. No vendor publishes L2
-# bandwidths: these are rounded read bandwidths from microbenchmarks (Chips and Cheese).
-DEVICES = (
-    Device("A100", "sm_80", 312e12, 2.0e12, 4.5e12, 300e9, 108, 163 << 10),
-    Device("H100", "sm_90", 989e12, 3.35e12, 5.5e12, 450e9, 132, 227 << 10),
-    Device("H200", "sm_90", 989e12, 4.8e12, 5.5e12, 450e9, 132, 227 << 10),
-    Device("B200", "sm_100", 2250e12, 8.0e12, 9.0e12, 900e9, 148, 227 << 10),
-    Device("MI300X", "gfx942", 1307e12, 5.3e12, 10.0e12, 448e9, 304, 64 << 10),
-)
-UNKNOWN = DEVICES[1]
+def _gpu(name: str, target: str, l2: float, processors: int, shared: int) -> Gpu:
+    device = DEVICES[name]
+    links = device.node - 1 if device.link.reach == "pairs" else 1
+    flops, link = device.flops["bfloat16"], links * device.link.bandwidth
+    return Gpu(name, target, flops, device.bandwidth, l2, link, processors, shared)
 
-HOP = 1e-6  # "How to Scale Your Model", part 3: about 1 us per hop, on ICI and NVLink alike
-LAUNCH = 4e-6  # a kernel or a copy that follows another one; assumed
+
+# Shared memory comes from CUDA's programming guide (compute capability table) and AMD's CDNA 3
+# paper. No vendor publishes L2 bandwidths: these are rounded read bandwidths from microbenchmarks
+# (Chips and Cheese).
+GPUS = (
+    _gpu("A100", "sm_80", 4.5e12, 108, 163 << 10),
+    _gpu("H100", "sm_90", 5.5e12, 132, 227 << 10),
+    _gpu("H200", "sm_90", 5.5e12, 132, 227 << 10),
+    _gpu("B200", "sm_100", 9.0e12, 148, 227 << 10),
+    _gpu("MI300X", "gfx942", 10.0e12, 304, 64 << 10),
+)
+UNKNOWN = GPUS[1]
+
 MEMORY_LATENCY = 0.7e-6  # a load that misses L2; assumed
 STEP = 20e-9  # overhead per step along K: a barrier, addresses, a branch; assumed
 SATURATING_SENDERS = 16  # programs that saturate a link; assumed (DeepEP uses 20 for all traffic)
 
 
-def device_named(name: str) -> Device:
+def device_named(name: str) -> Gpu:
     """Find a GPU by the name that its driver gives. An unlisted GPU gets the H100's figures."""
-    return next((device for device in DEVICES if device.name in name), UNKNOWN)
+    return next((gpu for gpu in GPUS if gpu.name in name), UNKNOWN)
 
 
-def device_for(target: str) -> Device:
+def device_for(target: str) -> Gpu:
     """Find the first GPU with this compilation target."""
-    return next(device for device in DEVICES if device.target == target)
+    return next(gpu for gpu in GPUS if gpu.target == target)
 
 
-def link_time(problem: Problem, config: Config, device: Device) -> float:
+def link_time(problem: Problem, config: Config, device: Gpu) -> float:
     """Estimate the seconds until all data has arrived, if nothing else runs."""
     size, method = problem.world_size, METHODS[config.method]
     if size == 1 or not problem.payload:
@@ -278,11 +283,11 @@ def link_time(problem: Problem, config: Config, device: Device) -> float:
     bandwidth = device.link
     if method.on_processors and config.senders:
         bandwidth *= min(1.0, config.senders / SATURATING_SENDERS)
-    launches = 0.0 if method.on_processors else LAUNCH * (size - 1)
+    launches = 0.0 if method.on_processors else GPU_LAUNCH * (size - 1)
     return max(traffic * method.factor / bandwidth, launches) + method.hops * HOP
 
 
-def compute_time(problem: Problem, config: Config, device: Device) -> float:
+def compute_time(problem: Problem, config: Config, device: Gpu) -> float:
     """Estimate the seconds for the product alone, on the processors without senders."""
     if not problem.multiplies:
         return 0.0
@@ -303,7 +308,7 @@ def compute_time(problem: Problem, config: Config, device: Device) -> float:
     return max(-(-tiles // processors) * tile, arrays * problem.itemsize / device.memory)
 
 
-def attention_time(problem: Problem, config: Config, device: Device) -> float:
+def attention_time(problem: Problem, config: Config, device: Gpu) -> float:
     """Estimate the seconds for attention. A block of keys is a step, like BLOCK_K in a product."""
     of_rank = -(-problem.rows // problem.world_size) if problem.payload else problem.rows
     requests, queries = (problem.rows, 1) if problem.decodes else (1, of_rank)
@@ -322,11 +327,11 @@ def attention_time(problem: Problem, config: Config, device: Device) -> float:
     total = max(-(-tiles // processors) * tile, read / device.memory)
     if splits > 1:  # writes float32 parts, and reads them for the merge
         parts = problem.rows * problem.groups * problem.top_k * problem.k * splits
-        total += LAUNCH + 2 * 4 * parts / device.memory
+        total += GPU_LAUNCH + 2 * 4 * parts / device.memory
     return total
 
 
-def exchange_time(problem: Problem, config: Config, device: Device) -> float:
+def exchange_time(problem: Problem, config: Config, device: Gpu) -> float:
     """Estimate the seconds to send tokens and place them, in chunks with block_m tokens.
 
     Before a program places a chunk, it reads the number of tokens for each expert in each chunk.
@@ -342,14 +347,14 @@ def exchange_time(problem: Problem, config: Config, device: Device) -> float:
     return rounds * (device.processors * (send + place) + 2 * MEMORY_LATENCY)
 
 
-def cost(problem: Problem, config: Config, device: Device) -> float:
+def cost(problem: Problem, config: Config, device: Gpu) -> float:
     """Estimate the seconds for one call."""
     link = link_time(problem, config, device)
     if problem.attends:
         alone = attention_time(problem, config, device)
-        return max(alone, link + alone / problem.world_size if link else 0.0) + LAUNCH
+        return max(alone, link + alone / problem.world_size if link else 0.0) + GPU_LAUNCH
     if problem.op == "moe_dispatch":
-        return link + exchange_time(problem, config, device) + 3 * LAUNCH
+        return link + exchange_time(problem, config, device) + 3 * GPU_LAUNCH
     compute = compute_time(problem, config, device)
     size = problem.world_size
     if problem.multiplies and PAYLOADS[problem.op] == "input":
@@ -365,7 +370,7 @@ def cost(problem: Problem, config: Config, device: Device) -> float:
     if "reduce" in problem.op:  # reads the parts, and writes their sum
         parts = size if problem.op.endswith("all_reduce") and config.method in ONE_SHOT else 1
         total += problem.payload * parts * (1 + 1 / size) / device.memory
-    return total + 3 * LAUNCH
+    return total + 3 * GPU_LAUNCH
 
 
 TILES = (
@@ -400,7 +405,7 @@ MAX_CHOICES = 512
 """Maximum number of (token, expert) pairs in a chunk. A program keeps their slots in registers."""
 
 
-def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Config]:
+def space(problem: Problem, device: Gpu, methods: Sequence[str]) -> list[Config]:
     """List every configuration that fits the device, the cheapest first. The order is total.
 
     At equal cost, configurations near the usual one come first. The usual one has 8 warps for tiles
@@ -442,7 +447,7 @@ def space(problem: Problem, device: Device, methods: Sequence[str]) -> list[Conf
     return sorted(configs, key=order)
 
 
-def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
+def _tiles(problem: Problem, device: Gpu) -> list[tuple[int, int, int, int, int]]:
     """List (block_m, block_n, block_k, stages, warps) that fit and suit the problem's size."""
     most_m = max(16, 2 * -(-problem.rows // problem.parts) - 1)
     return [
@@ -458,7 +463,7 @@ def _tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, i
 
 
 def _has_registers(
-    problem: Problem, device: Device, accumulators: float, m: int, k: int, stages: int
+    problem: Problem, device: Gpu, accumulators: float, m: int, k: int, stages: int
 ) -> bool:
     """Tell if no register spills. The limits come from `weft check aot --all`."""
     if problem.op in APART:
@@ -470,7 +475,7 @@ def _has_registers(
     return few and accumulators <= MAX_ACCUMULATORS
 
 
-def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
+def _attention_tiles(problem: Problem, device: Gpu) -> list[tuple[int, int, int, int, int]]:
     """List the same tuples for attention, with block_k = 0."""
     if problem.op == "mla_decode_attention":
         return _latent_tiles(problem, device)
@@ -496,7 +501,7 @@ def _attention_tiles(problem: Problem, device: Device) -> list[tuple[int, int, i
     ]
 
 
-def _latent_tiles(problem: Problem, device: Device) -> list[tuple[int, int, int, int, int]]:
+def _latent_tiles(problem: Problem, device: Gpu) -> list[tuple[int, int, int, int, int]]:
     """List the same tuples for latent attention.
 
     They leave registers for a row's R sums, as in `choose_latent_tile`.

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning.costs import (
-    DEVICES,
+    GPUS,
     PAYLOADS,
     UNKNOWN,
     Config,
-    Device,
+    Gpu,
     Problem,
     cost,
     device_named,
@@ -46,8 +46,8 @@ SOME_METHODS = ["push", "copy_engine", "one_shot"]
 
 
 @settings(max_examples=40, deadline=None)
-@given(problem=PROBLEMS, device=st.sampled_from(DEVICES))
-def test_candidates_fit_and_come_in_one_order(problem: Problem, device: Device) -> None:
+@given(problem=PROBLEMS, device=st.sampled_from(GPUS))
+def test_candidates_fit_and_come_in_one_order(problem: Problem, device: Gpu) -> None:
     configs = space(problem, device, SOME_METHODS)
     costs = [cost(problem, config, device) for config in configs]
     assert all(0 < each < math.inf for each in costs)
@@ -180,6 +180,6 @@ def test_what_cannot_be_modelled_is_refused() -> None:
         Problem("gossip", 2, 16, 16, 0)
     with pytest.raises(KernelError, match="dtype is 'int3'; it must be one of float32,"):
         Problem("all_gather", 2, 16, 16, 0, "int3")
-    tight = Device("tight", "sm_90", 1e12, 1e12, 1e12, 1e9, 4, shared=1000)
+    tight = Gpu("tight", "sm_90", 1e12, 1e12, 1e12, 1e9, 4, shared=1000)
     with pytest.raises(KernelError, match="no tile fits 1000 bytes"):
         space(Problem("all_gather_matmul", 2, 16, 16, 16), tight, ["push"])
