@@ -135,7 +135,8 @@ class RankModel:
     """One rank's part of a model, prepared to list the operators of any step.
 
     Args:
-        spec: the whole model.
+        spec: the whole model. Layers that are one object become one operator of each kind: see
+            `anonymous`.
         layout: the rank's layout.
         precision: number formats.
         overlapped: the products' exchanges are hidden behind them, with sharded tokens.
@@ -153,9 +154,10 @@ class RankModel:
         self.precision = precision
         self.overlapped = overlapped
         self.local = layout.local(spec)
-        alike = [_without_names(layer) for layer in self.local.layers]
+        alike = list(self.local.layers)
         self._last = alike.pop() if self.local.is_last else None
-        self._layers = Counter(alike)
+        kinds = {id(layer): layer for layer in alike}
+        self._layers = [(kinds[key], times) for key, times in Counter(map(id, alike)).items()]
 
     def operators(self, batch: Batch) -> list[Operator]:
         """Return a step's operators in order; those of equal layers are one.
@@ -171,7 +173,7 @@ class RankModel:
         if local.is_first:
             summed = self._exchange("all_reduce", tokens)
             yield Operator("embedding", 0, 2 * tokens * hidden, summed)
-        for layer, times in self._layers.items():
+        for layer, times in self._layers:
             for operator in self._layer(layer, batch, tokens):
                 yield replace(operator, times=times)
         if self._last is not None:
@@ -303,6 +305,14 @@ def stages(
     ranks = (stage * layout.stage_size for stage in range(layout.pp))
     layouts = [replace(layout, rank=rank) for rank in ranks]
     return [RankModel(spec, each, precision, overlapped=overlapped) for each in layouts]
+
+
+def anonymous(spec: ModelSpec) -> ModelSpec:
+    """Return a model without its weights' names; equal layers are one object."""
+    layers: dict[LayerSpec, LayerSpec] = {}
+    for layer in map(_without_names, spec.layers):
+        layers.setdefault(layer, layer)
+    return replace(spec, layers=tuple(layers[_without_names(layer)] for layer in spec.layers))
 
 
 def _without_names(value: Value) -> Value:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar
 
 from weft.errors import ConfigError
-from weft.models.spec.spec import Axis, MlpSpec, ModelSpec, MoeSpec, WeightSpec
+from weft.models.spec.spec import Axis, LayerSpec, MlpSpec, ModelSpec, MoeSpec, WeightSpec
 
 Value = TypeVar("Value")
 
@@ -132,17 +132,25 @@ class Layout:
     def local(self, spec: ModelSpec) -> ModelSpec:
         """Return the model that this rank runs: its layers, with its part's shapes and heads."""
 
+        done: dict[int, LayerSpec] = {}  # equal layers may be one object
+
         def cut(value: Value) -> Value:
+            if isinstance(value, LayerSpec):
+                if id(value) not in done:
+                    done[id(value)] = cut_fields(value)
+                return done[id(value)]  # type: ignore[return-value]
             if isinstance(value, WeightSpec):
                 parts = self.parts(spec, value)
                 return replace(value, shape=tuple(map(_length, parts)))
             if isinstance(value, tuple):
                 return tuple(map(cut, value))  # type: ignore[return-value]
             if is_dataclass(value) and not isinstance(value, type):
-                return replace(
-                    value, **{f.name: cut(getattr(value, f.name)) for f in fields(value)}
-                )
+                return cut_fields(value)
             return value
+
+        def cut_fields(value: Value) -> Value:
+            own = {f.name: cut(getattr(value, f.name)) for f in fields(value)}  # type: ignore[arg-type]
+            return replace(value, **own)  # type: ignore[type-var]
 
         return replace(
             cut(self.of_stage(spec)),

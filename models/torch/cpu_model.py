@@ -17,7 +17,7 @@ from torch.nn.functional import embedding
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
-from weft.kernels.cpu.linear import NativeLinear, RMSNorm, make_linear
+from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, make_linear
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
 from weft.models.checkpoint.weights import Weights

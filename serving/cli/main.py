@@ -29,6 +29,7 @@ from weft.serving.cli.doctor import doctor
 from weft.serving.cli.eval import evaluate
 from weft.serving.cli.generate import generate
 from weft.serving.cli.join import join
+from weft.serving.cli.plan.command import make_plan
 from weft.serving.cli.serve import serve
 from weft.serving.config import logs
 from weft.version import __version__
@@ -59,7 +60,7 @@ def weft(context: click.Context) -> int:
 
 for command in (
     *(batch, bench, chat, check, compile_steps, config),
-    *(doctor, evaluate, generate, join, serve),
+    *(doctor, evaluate, generate, join, make_plan, serve),
 ):
     weft.add_command(command)
 

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError
 from weft.serving.cli.bench.client import Result
 from weft.version import __version__
 
@@ -190,44 +188,6 @@ def _token_times(result: Result) -> np.ndarray:
     if len(arrivals) == result.output_tokens:
         return arrivals
     return np.linspace(arrivals[0], arrivals[-1], result.output_tokens)
-
-
-PICTURES = (".png", ".svg", ".pdf")
-
-
-def check_file(path: Path, flag: str) -> None:
-    """Raise ConfigError if a file cannot be written; call this before a long run."""
-    if path.is_dir():
-        raise ConfigError(f"{flag} is {path}, which is a directory; name a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag} is {path}; there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{flag} is {path}; {path.parent} is not writable")
-
-
-def check_plot(path: Path) -> None:
-    """Raise ConfigError if a plot cannot be drawn or written."""
-    if path.suffix not in PICTURES:
-        raise ConfigError(f"--plot is {path}; its name must end in {', '.join(PICTURES)}")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
-    check_file(path, "--plot")
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, and then rename the file to `path`.
-
-    Raises:
-        WeftError: the file cannot be written; an existing file stays as it was.
-    """
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        write(partial)
-        partial.replace(path)
-    except OSError as error:
-        raise WeftError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def document(benchmark: Benchmark, reports: Sequence[Report]) -> str:

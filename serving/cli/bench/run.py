@@ -25,14 +25,11 @@ from weft.serving.cli.bench.client import Client, Result
 from weft.serving.cli.bench.report import (
     Report,
     Target,
-    check_file,
-    check_plot,
     document,
     plot,
     positive,
     summarize,
     table,
-    write_whole,
 )
 from weft.serving.cli.bench.workload import (
     Lengths,
@@ -41,6 +38,7 @@ from weft.serving.cli.bench.workload import (
     open_loop,
     plain_token_ids,
 )
+from weft.serving.cli.files import check_file, check_plot, write_whole
 from weft.serving.config.progress import Progress
 
 MIN_COUNT = 16  # least conversations per run, by default

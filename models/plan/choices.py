@@ -1,0 +1,214 @@
+"""All ways to hold a model on a slice: layouts, replicas and number formats that fit.
+
+For each number of devices that divides the slice, every layout with as many ranks is tried. Those
+that the model's sizes refuse (spec/layout.py) or the memory ledger (memory/plan.py) are left out.
+The rest of the slice holds replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from weft.errors import ConfigError
+from weft.models.memory.activations import (
+    ActivationBytes,
+    cpu_activations,
+    jax_activations,
+    triton_activations,
+)
+from weft.models.memory.ledger import Ledger, human_bytes
+from weft.models.memory.plan import MemoryPlan
+from weft.models.plan.hardware import Slice
+from weft.models.plan.step import Precision, anonymous
+from weft.models.plan.times import TYPICAL, Engine, Rates
+from weft.models.spec.layout import Layout, check_layout
+from weft.models.spec.spec import ModelSpec
+
+CPU = "cpu"
+FORMATS = {CPU: ("none", "int8")}
+"""Quantisations that each kind of device serves, by its name; others serve unquantised weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """An engine's settings, as in `EngineConfig`."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    memory_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to serve a model on a slice.
+
+    Attributes:
+        place: the slice.
+        layout: of each replica.
+        replicas: number of engines.
+        quantization: of the weights.
+        ledger: one rank's memory.
+        engine: the cost of one replica's steps.
+    """
+
+    place: Slice
+    layout: Layout
+    replicas: int
+    quantization: str
+    ledger: Ledger
+    engine: Engine
+
+    @property
+    def flags(self) -> str:
+        """The flags of `weft serve` for this choice."""
+        layout = self.layout
+        sizes = {"tp": layout.tp, "ep": layout.ep, "cp": layout.cp, "pp": layout.pp}
+        sizes["dp"] = self.replicas
+        given = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+        if self.quantization != "none":
+            given.append(f"--quantization {self.quantization}")
+        return " ".join(given) or "--tp 1"
+
+
+def choices(
+    spec: ModelSpec,
+    place: Slice,
+    limits: Limits,
+    *,
+    dtype: str = "auto",
+    rates: Rates = TYPICAL,
+) -> list[Choice]:
+    """Return all choices that fit on a slice.
+
+    Args:
+        spec: the model.
+        place: the slice.
+        limits: each engine's settings.
+        dtype: activations and KV cache; "auto" is the checkpoint's.
+        rates: reached shares of the devices' peaks.
+
+    Raises:
+        ConfigError: none fits; the message says how much memory is missing.
+    """
+    spec, compute = anonymous(spec), spec.compute_dtype(dtype)
+    found, missing = [], []
+    for layout in _layouts(spec, place):
+        for quantization in FORMATS.get(place.device.name, ("none",)):
+            plan = _memory(spec, place, layout, limits, compute, quantization)
+            if not plan.fits:
+                missing.append(plan.fixed + plan.request_bytes - plan.budget)
+                continue
+            engine = Engine(
+                *(spec, layout, place, Precision(compute, quantization)),
+                overlapped=_overlaps(place, layout),
+                rates=rates,
+            )
+            replicas = place.devices // layout.world_size
+            found.append(Choice(place, layout, replicas, quantization, plan.ledger(), engine))
+    if not found:
+        raise ConfigError(_misfit(spec, place, limits, compute, missing))
+    return found
+
+
+def _layouts(spec: ModelSpec, place: Slice) -> Iterator[Layout]:
+    """Yield the layouts that the model's sizes and the backend allow."""
+    torus = bool(place.device.shapes)
+    experts = {
+        size
+        for size in _divisors(place.devices)
+        if any(hasattr(layer.feed_forward, "router") for layer in spec.layers)
+    } | {1}
+    for devices in _divisors(place.devices):
+        for pp in (1,) if torus else _divisors(devices):
+            stage = devices // pp
+            for dense in _divisors(stage):
+                for cp in (1,) if torus else _divisors(dense):
+                    for ep in sorted(experts):
+                        layout = Layout(dense // cp, ep, cp=cp, pp=pp)
+                        if layout.stage_size == stage and _works(spec, layout, torus=torus):
+                            yield layout
+
+
+def _works(spec: ModelSpec, layout: Layout, *, torus: bool) -> bool:
+    if torus and layout.tp % layout.ep:
+        return False  # as serving/executor/jax_loading.py checks
+    try:
+        check_layout(spec, layout.tp, layout.ep, layout.cp, layout.pp)
+    except ConfigError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _overlaps(place: Slice, layout: Layout) -> bool:
+    """Tell if overlapped kernels serve the layout: within one node, or on a torus."""
+    if place.device.name == CPU or not layout.can_overlap:
+        return False
+    return bool(place.device.shapes) or layout.dense_size <= place.device.node
+
+
+def _memory(
+    spec: ModelSpec, place: Slice, layout: Layout, limits: Limits, dtype: str, quantization: str
+) -> MemoryPlan:
+    """Return the memory plan of the fullest rank: the last one, which has the logits."""
+    count: ActivationBytes = triton_activations
+    if place.device.shapes:
+        count = partial(jax_activations, tp=layout.tp)
+    elif place.device.name == CPU:
+        count = cpu_activations
+    last = Layout(layout.tp, layout.ep, layout.world_size - 1, layout.cp, layout.pp)
+    return MemoryPlan(
+        spec=last.local(spec),
+        dtype=dtype,
+        quantization=quantization,
+        available=place.device.memory,
+        memory_fraction=limits.memory_fraction,
+        kv_cache_memory=None,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        dp_size=layout.dp_size,
+        cp=layout.cp,
+        count_activations=count,
+    )
+
+
+def _misfit(
+    spec: ModelSpec, place: Slice, limits: Limits, dtype: str, missing: Sequence[int]
+) -> str:
+    """Say how much memory is missing, and what would fit."""
+    weights = human_bytes(spec.weight_bytes(dtype))
+    start = f"the model does not fit on {place}: its weights take {weights}"
+    if not missing:
+        return f"{start}, and its sizes allow no layout with up to {place.devices} devices"
+    lacks = f"each device lacks {human_bytes(min(missing))} with the best layout"
+    shorter = _longest_that_fits(spec, place, limits, dtype)
+    if shorter:
+        return f"{start}, and {lacks}; it would fit with --max-model-len {shorter}"
+    return f"{start}, and {lacks}; choose a larger slice or a smaller model"
+
+
+def _longest_that_fits(spec: ModelSpec, place: Slice, limits: Limits, dtype: str) -> int:
+    """Return the largest power of two for max_model_len that fits; 0 if none does."""
+    length = 1 << (limits.max_model_len - 1).bit_length() - 1
+    while length >= 1024:
+        fewer = Limits(
+            max_model_len=length,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            block_size=limits.block_size,
+            memory_fraction=limits.memory_fraction,
+        )
+        layouts = _layouts(spec, place)
+        if any(_memory(spec, place, each, fewer, dtype, "none").fits for each in layouts):
+            return length
+        length //= 2
+    return 0

@@ -1,0 +1,176 @@
+"""The best ways to serve a model under a load: latency, throughput, price, and what limits them.
+
+choices (choices.py) ──► steady state of each (steady_state.py) ──► rows that no other beats
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from weft.errors import ConfigError
+from weft.models.plan.batch import Batch
+from weft.models.plan.choices import Choice, Limits
+from weft.models.plan.load import Load, Objective
+from weft.models.plan.steady_state import Steady, largest_rate, steady_state
+from weft.models.plan.times import Part
+
+HOUR = 3600.0
+NOTHING = 1e-3  # requests per second; below it, an engine cannot be said to serve
+REMEDIES = {
+    "arithmetic": "more devices for each replica, or faster products (int8)",
+    "memory": "more devices for each replica, or smaller weights (quantised)",
+    "exchange": "fewer ranks and more replicas, or faster links",
+    "launch": "fewer, larger kernels: CUDA graphs, or a larger batch",
+    "host": "a larger batch: the host's work is the same for each step",
+}
+"""What relieves each resource of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One choice under the load.
+
+    Attributes:
+        choice: how the model is served.
+        steady: one replica's steady state; None if it cannot keep up with its part of the load.
+        capacity: the largest rate of requests within the objective, over all replicas.
+        tokens_per_second: tokens of answers per second at this rate.
+        price: US dollars for a million tokens of answers at this rate; infinite at rate 0.
+        shares: each resource's share of a step's time under the load.
+    """
+
+    choice: Choice
+    steady: Steady | None
+    capacity: float
+    tokens_per_second: float
+    price: float
+    shares: dict[str, float]
+
+    @property
+    def limit(self) -> str:
+        """The resource that takes the largest share of a step."""
+        return max(self.shares, key=lambda name: self.shares[name])
+
+    def keeps(self, objective: Objective) -> bool:
+        """Return whether the load is served within the objective."""
+        return self.steady is not None and objective.met(self.steady.latency)
+
+    @property
+    def goals(self) -> tuple[float, ...]:
+        """Figures of which less is better."""
+        if self.steady is None:
+            return (math.inf, math.inf, -self.tokens_per_second, self.price)
+        latency = self.steady.latency
+        return (latency.ttft_p99, latency.itl_p99, -self.tokens_per_second, self.price)
+
+
+def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limits) -> list[Row]:
+    """Return the rows that no other row beats in all figures, the cheapest first.
+
+    Rows that serve the load within the objective come before the others.
+
+    Args:
+        found: the choices, on one slice or several.
+        load: all requests.
+        objective: limits on latency.
+        limits: each engine's settings.
+
+    Raises:
+        ConfigError: the model's context is too short for the load, or no choice can hold a request.
+    """
+    load.check_context(limits.max_model_len)
+    rows, refused = [], None
+    for choice in _worth_a_look(found):
+        try:
+            rows.append(_row(choice, load, objective, limits))
+        except ConfigError as error:
+            refused = error
+    if not rows:
+        assert refused is not None, "there are choices"
+        raise refused
+    best = [row for row in rows if not any(_beats(other.goals, row.goals) for other in rows)]
+    return sorted(best, key=lambda row: (not row.keeps(objective), row.price, row.goals))
+
+
+def _row(choice: Choice, load: Load, objective: Objective, limits: Limits) -> Row:
+    own, seconds = _share(load, choice.replicas), _remembered(choice.engine.seconds)
+    settings = {
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "kv_tokens": choice.ledger.tokens,
+    }
+    one = largest_rate(own, seconds, objective, **settings)
+    unbounded = one if not objective.limits else largest_rate(own, seconds, Objective(), **settings)
+    steady = None
+    if own.users is not None or (own.rate is not None and own.rate <= unbounded):
+        steady = steady_state(own, seconds, **settings)
+    capacity = one * choice.replicas if one > NOTHING else 0.0
+    tokens = capacity * load.answer.mean
+    hourly = choice.place.device.price * choice.place.devices
+    price = hourly / HOUR / tokens * 1e6 if tokens else math.inf
+    decodes = max(1, round(steady.mean_decodes)) if steady else limits.max_num_seqs
+    context = load.prompt.mean + load.answer.mean / 2
+    return Row(choice, steady, capacity, tokens, price, shares(choice, Batch(decodes, context)))
+
+
+def shares(choice: Choice, batch: Batch) -> dict[str, float]:
+    """Return each resource's share of the seconds of a step, for the slowest stage."""
+    slowest = max(choice.engine.parts(batch), key=lambda parts: sum(p.seconds for p in parts))
+    seconds = dict.fromkeys(REMEDIES, 0.0)
+    for part in slowest:
+        seconds[_roof(part)] += max(part.arithmetic, part.memory)
+        seconds["exchange"] += part.exchange
+        seconds["launch"] += part.launch
+    seconds["host"] = choice.engine.host
+    total = sum(seconds.values())
+    return {name: each / total for name, each in seconds.items()}
+
+
+def _roof(part: Part) -> str:
+    return "arithmetic" if part.arithmetic > part.memory else "memory"
+
+
+def _share(load: Load, replicas: int) -> Load:
+    """Return one replica's part of a load."""
+    if load.users is not None:
+        return replace(load, users=-(-load.users // replicas))
+    assert load.rate is not None, "a load has a rate or users"
+    return replace(load, rate=load.rate / replicas)
+
+
+def _worth_a_look(found: Iterable[Choice]) -> list[Choice]:
+    """Leave out choices that another one with as many replicas beats at three different steps."""
+    steps = (Batch(1, 1000.0), Batch(64, 1000.0), Batch(0, 0.0, 1, 2048, 1024.0))
+    measured = [
+        (choice, (*(choice.engine.seconds(step) for step in steps), -choice.ledger.tokens))
+        for choice in found
+    ]
+    return [
+        choice
+        for choice, figures in measured
+        if not any(
+            other.place == choice.place
+            and other.replicas >= choice.replicas
+            and _beats(theirs, figures)
+            for other, theirs in measured
+        )
+    ]
+
+
+def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return whether one is as good in all figures, and better in some; less is better."""
+    return tuple(one) != tuple(other) and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def _remembered(seconds: Callable[[Batch], float]) -> Callable[[Batch], float]:
+    """Return the function with a memory for its results."""
+    known: dict[Batch, float] = {}
+
+    def remembering(batch: Batch) -> float:
+        if batch not in known:
+            known[batch] = seconds(batch)
+        return known[batch]
+
+    return remembering

@@ -1,0 +1,237 @@
+"""Seconds for a step on a slice, and what they are spent on.
+
+    operators (step.py) + slice (hardware.py) + rates ──► seconds
+
+An operator takes the longer of its arithmetic and its memory traffic (a roofline; Williams et al.
+2009), and time to launch its kernels. An exchange comes after that, or beside it: an overlapped one
+adds only what the product does not hide, and the latency of its first hop. Peaks of data sheets are
+never reached, so `Rates` says which share of each is.
+
+With pipeline stages, the requests form as many parts as there are stages, and each stage computes
+one part: a token takes the slowest stage's time, once for each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weft.models.plan import collectives
+from weft.models.plan.batch import Batch
+from weft.models.plan.hardware import Axis, Slice
+from weft.models.plan.step import Exchange, Operator, Precision, RankModel, Ranks, stages
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The part of each of a device's peaks that serving reaches; `weft plan --calibrate` fits them.
+
+    The defaults for accelerators are assumed, from kernels that are well tuned.
+
+    Attributes:
+        flops: share of the operations per second.
+        bandwidth: share of the bytes per second from memory.
+        links: share of the bytes per second between devices.
+        launch: factor on the device's seconds to launch an operator.
+        host: factor on the device's seconds on the host for a step.
+    """
+
+    flops: float = 0.7
+    bandwidth: float = 0.8
+    links: float = 0.8
+    launch: float = 1.0
+    host: float = 1.0
+
+
+TYPICAL = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of operator in a step, over all its layers.
+
+    Attributes:
+        what: the operator's name.
+        flops: operations.
+        read: bytes from and to the device's memory.
+        sent: bytes to other ranks.
+        arithmetic, memory: seconds if only this counted; the longer one does.
+        exchange: seconds between ranks that nothing hides.
+        hidden: seconds between ranks beside the product.
+        launch: seconds to launch kernels.
+    """
+
+    what: str
+    flops: float
+    read: float
+    sent: float
+    arithmetic: float
+    memory: float
+    exchange: float
+    hidden: float
+    launch: float
+
+    @property
+    def seconds(self) -> float:
+        """All seconds that pass."""
+        return max(self.arithmetic, self.memory) + self.exchange + self.launch
+
+    def __add__(self, other: Part) -> Part:
+        """Return both together; their longer resource stays the one that counts."""
+        both = max(self.arithmetic, self.memory) + max(other.arithmetic, other.memory)
+        arithmetic, memory = self.arithmetic + other.arithmetic, self.memory + other.memory
+        if arithmetic > memory:
+            arithmetic = both
+        else:
+            memory = both
+        return Part(
+            self.what,
+            self.flops + other.flops,
+            self.read + other.read,
+            self.sent + other.sent,
+            arithmetic,
+            memory,
+            self.exchange + other.exchange,
+            self.hidden + other.hidden,
+            self.launch + other.launch,
+        )
+
+
+class Engine:
+    """One replica of a model on a part of a slice.
+
+    Args:
+        spec: the whole model.
+        layout: the replica's layout; any rank.
+        place: the slice.
+        precision: number formats.
+        overlapped: exchanges are hidden behind products, if a step has enough tokens.
+        rates: reached shares of the peaks.
+
+    Attributes:
+        layout, place: as given.
+        flops, bandwidth: reached operations per second, and bytes per second from memory.
+        launch: seconds to launch a kernel.
+        host: seconds on the host for a step.
+
+    Raises:
+        ValueError: the layout has more ranks than the slice has devices.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        place: Slice,
+        precision: Precision,
+        *,
+        overlapped: bool = False,
+        rates: Rates = TYPICAL,
+    ) -> None:
+        if layout.world_size > place.devices:
+            raise ValueError(f"{layout.world_size} ranks do not fit on {place}")
+        self.layout, self.place = layout, place
+        self._links = rates.links
+        device = place.device
+        by_format = "int8" if precision.quantization == "int8" else precision.dtype
+        self.flops = device.flops[by_format] * rates.flops
+        self.bandwidth = device.bandwidth * rates.bandwidth
+        self.launch = device.launch * rates.launch
+        self.host = device.host * rates.host
+        self._stages = stages(spec, layout, precision)
+        self._overlapped = stages(spec, layout, precision, overlapped=True) if overlapped else []
+        self._axes = {
+            "tensor": span(place.axes, layout.dense_size),
+            "context": span(place.axes, layout.cp),
+            "data": span(place.axes, layout.dp_size, layout.dense_size),
+            "stage": span(place.axes, layout.pp, layout.stage_size),
+        }
+
+    def seconds(self, batch: Batch) -> float:
+        """Return the seconds between two tokens of each request in a batch.
+
+        Args:
+            batch: all requests of the replica.
+        """
+        return (
+            max(sum(part.seconds for part in parts) for parts in self.parts(batch))
+            * (self.layout.pp)
+            + self.host
+        )
+
+    def parts(self, batch: Batch) -> list[list[Part]]:
+        """Return what each stage's first rank spends its time on, for its share of the batch.
+
+        With overlapped kernels, the faster method counts: a small step is not worth sharding.
+        """
+        share = _share(batch, self.layout.dp_size * self.layout.pp)
+        found = []
+        for i, model in enumerate(self._stages):
+            parts = self._parts(model, share)
+            if self._overlapped:
+                others = self._parts(self._overlapped[i], share)
+                parts = min(parts, others, key=lambda each: sum(part.seconds for part in each))
+            found.append(parts)
+        return found
+
+    def _parts(self, model: RankModel, batch: Batch) -> list[Part]:
+        found: dict[str, Part] = {}
+        for operator in model.operators(batch):
+            part = self._part(operator)
+            found[part.what] = found[part.what] + part if part.what in found else part
+        return list(found.values())
+
+    def _part(self, operator: Operator) -> Part:
+        times = operator.times
+        arithmetic = operator.flops / self.flops * times
+        memory = operator.read / self.bandwidth * times
+        exchange = sum(map(self._exchange, operator.exchanges)) * times
+        hidden = 0.0
+        if operator.overlapped and exchange:
+            first = sum(self._latency(each.ranks) for each in operator.exchanges) * times
+            hidden = min(max(arithmetic, memory), max(0.0, exchange - first))
+        launch = self.launch * operator.kernels * times if operator.read else 0.0
+        totals = (operator.flops * times, operator.read * times, operator.sent * times)
+        return Part(operator.what, *totals, arithmetic, memory, exchange - hidden, hidden, launch)
+
+    def _exchange(self, exchange: Exchange) -> float:
+        cost = getattr(collectives, exchange.kind)(
+            exchange.payload / self._links, self._axes[exchange.ranks]
+        )
+        return float(cost.seconds)
+
+    def _latency(self, ranks: Ranks) -> float:
+        return collectives.latency(self._axes[ranks])
+
+
+def span(axes: Sequence[Axis], size: int, stride: int = 1) -> list[Axis]:
+    """Return the axes that a group of ranks spans; neighbouring ranks are on the first axes.
+
+    Args:
+        axes: the slice's axes.
+        size: ranks in the group.
+        stride: distance between its ranks.
+    """
+    found = []
+    for axis in axes:
+        inner = min(stride, axis.size)
+        stride = -(-stride // axis.size)
+        taken = min(size, axis.size // inner)
+        size = -(-size // max(1, taken))
+        if taken > 1:
+            found.append(replace(axis, size=taken, wraps=axis.wraps and taken == axis.size))
+    return found
+
+
+def _share(batch: Batch, parts: int) -> Batch:
+    """Return the largest part of a batch that is cut into equal parts."""
+    if parts == 1:
+        return batch
+    return replace(
+        batch,
+        decodes=-(-batch.decodes // parts),
+        prefills=-(-batch.prefills // parts),
+        prefill_tokens=-(-batch.prefill_tokens // parts),
+    )

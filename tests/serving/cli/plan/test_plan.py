@@ -1,0 +1,141 @@
+"""`weft plan` from its flags to its table, JSON, Helm values, formulas and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from support.checkpoints import make_checkpoint
+
+from weft.errors import ConfigError
+from weft.serving.cli.main import weft
+
+LOAD = "in=100,out=20,rate=2"
+EIGHT = ("--for", "h100:8", "--load", LOAD)
+
+
+def planned(*arguments: str) -> str:
+    """The output of `weft plan`."""
+    result = CliRunner().invoke(weft, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(planned(*arguments, "--json"))["rows"]
+    return found
+
+
+def test_the_table_has_the_layouts_and_what_limits_them() -> None:
+    text = planned("weft-demo", *EIGHT)
+    assert text.startswith(f"weft-demo for {LOAD}\n")
+    head, first = (line.split() for line in text.splitlines()[2:4])
+    assert head[:3] == ["slice", "engines", "flags"]
+    assert first[0] == "H100:8"
+    assert "of a step is" in text
+    assert "KV cache" in text
+
+
+def test_no_row_beats_another() -> None:
+    found = rows("weft-demo-moe", *EIGHT)
+    figures = [
+        (
+            row["latency"]["ttft_p99"],
+            row["latency"]["itl_p99"],
+            -row["tokens_per_second"],
+            row["dollars_per_million_tokens"],
+        )
+        for row in found
+    ]
+    for one in figures:
+        assert not any(
+            other != one and all(a <= b for a, b in zip(other, one, strict=True))
+            for other in figures
+        )
+
+
+def test_shares_of_a_step_add_up() -> None:
+    for row in rows("weft-demo", *EIGHT):
+        assert sum(row["shares"].values()) == pytest.approx(1)
+
+
+def test_more_devices_cost_more_and_serve_more() -> None:
+    one = rows("weft-demo", "--for", "l40s:1", "--load", LOAD)[0]
+    two = rows("weft-demo", "--for", "l40s:2", "--load", LOAD)[0]
+    assert two["largest_rate"] > 1.5 * one["largest_rate"]
+
+
+def test_rows_within_the_limits_come_first(tmp_path: Path) -> None:
+    loose = rows("weft-demo", *EIGHT, "--slo", "ttft=10,itl=10")
+    tight = rows("weft-demo", *EIGHT, "--slo", "itl=0.000001")
+    assert all(row["within_slo"] for row in loose)
+    assert not any(row["within_slo"] for row in tight)
+    assert tight[0]["largest_rate"] == 0
+    assert "! beyond the limits" in planned("weft-demo", *EIGHT, "--slo", "itl=0.000001")
+
+
+def test_values_are_those_of_the_chart() -> None:
+    values = yaml.safe_load(planned("weft-demo", "--for", "v5e:2x2", "--load", LOAD, "--values"))
+    assert values["model"] == {"path": "weft-demo"}
+    assert values["accelerator"] == {"type": "v5e", "topology": "2x2"}
+    parallelism = values["parallelism"]
+    assert parallelism["tp"] * parallelism.get("dp", 1) == 4
+    assert values["settings"]["max_model_len"] == 2048
+
+
+def test_formulas_show_each_operator() -> None:
+    text = planned("weft-demo", *EIGHT, "--explain")
+    for what in ("qkv", "attention", "gate + up", "lm head"):
+        assert f"\n{what} " in text
+
+
+def test_a_picture_shows_each_row(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    planned("weft-demo", *EIGHT, "--plot", str(picture))
+    text = picture.read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert text.count("H100:8") >= 2  # comments hold the texts that are drawn as paths
+
+
+def test_own_prices_count(tmp_path: Path) -> None:
+    file = tmp_path / "devices.toml"
+    file.write_text("[H100]\nprice = 29.5\n")
+    dear = rows("weft-demo", *EIGHT, "--devices", str(file))[0]
+    usual = rows("weft-demo", *EIGHT)[0]
+    ratio = dear["dollars_per_million_tokens"] / usual["dollars_per_million_tokens"]
+    assert ratio == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("weft-demo", "--for", "h100:9", "--load", LOAD), "a node has 1 to 8 H100, not 9"),
+        (("weft-demo", "--for", "gpu:8", "--load", LOAD), "the device 'gpu' is unknown"),
+        (("weft-demo", "--for", "v5e:3x3", "--load", LOAD), "no such slice"),
+        (("weft-demo", *EIGHT[:2], "--load", "in=5000,out=2,rate=1"), "5002 tokens"),
+        (("weft-demo", *EIGHT[:2], "--load", "in=-1,out=2,rate=1"), "in of --load is '-1'"),
+        (("weft-demo", *EIGHT[:2], "--load", "in=1,out=2,rate=1e99"), "rate of --load"),
+        (("weft-demo", *EIGHT, "--slo", "speed=1"), "--slo has 'speed'"),
+        (("weft-demo", *EIGHT, "--json", "--values"), "one of --json, --values"),
+        (("weft-demo", *EIGHT, "--plot", "plan.txt"), "its name must end in"),
+        (("weft-demo", *EIGHT, "--max-model-len", "4096"), "has a context of 2048"),
+    ],
+)
+def test_bad_input_is_refused(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        planned(*arguments)
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama")
+    file = tmp_path / "devices.toml"
+    file.write_text('[tiny]\nlike = "H100"\nmemory = 2000000\n')
+    with pytest.raises(ConfigError, match="does not fit on tiny:1: its weights take"):
+        planned(str(model), "--for", "tiny:1", "--load", LOAD, "--devices", str(file))
+    text = planned(str(model), "--for", "tiny:1,h100:1", "--load", LOAD, "--devices", str(file))
+    assert "does not fit on tiny:1" in text
