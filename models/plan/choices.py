@@ -1,6 +1,6 @@
 """All ways to hold a model on a slice: layouts, replicas and number formats that fit.
 
-For each number of devices that divides the slice, every layout with as many ranks is tried. Those
+For each number of devices that divides the slice, every layout with as many ranks is tried. Layouts
 that the model's sizes refuse (spec/layout.py) or the memory ledger (memory/plan.py) are left out.
 The rest of the slice holds replicas.
 """
