@@ -1,7 +1,7 @@
 """All ways to hold a model on a slice: layouts, replicas and number formats that fit.
 
-For each number of devices that divides the slice, every layout with as many ranks is tried. Those
-that the model's sizes refuse (spec/layout.py) or the memory ledger (memory/plan.py) are left out.
+For each number of devices that divides the slice, every layout with as many ranks is tried. The
+model's sizes (spec/layout.py) and the memory ledger (memory/plan.py) rule out some of them.
 The rest of the slice holds replicas.
 """
 
