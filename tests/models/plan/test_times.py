@@ -127,12 +127,12 @@ def test_a_layout_must_fit_on_the_slice() -> None:
 def test_shares_that_are_not_reached_take_longer() -> None:
     """Half of a peak takes twice the time of what it limits."""
     peak = at_peak("h100:2")
-    batch = Batch(0, 0.0, 1, 2048, 1024.0)
+    batch = Batch(0, 0.0, 1, 1 << 20, 1024.0)
     (parts,) = Engine(SPEC, Layout(tp=2), peak, Precision()).parts(batch)
     half = replace(peak, device=replace(peak.device, reached=Reached(0.5, 0.5, 0.5)))
     (slower,) = Engine(SPEC, Layout(tp=2), half, Precision()).parts(batch)
     for part, other in zip(parts, slower, strict=True):
         assert other.arithmetic == pytest.approx(2 * part.arithmetic)
         assert other.memory == pytest.approx(2 * part.memory)
-        if part.what == "down":  # other exchanges may be so small that their latency counts
-            assert other.exchange == pytest.approx(2 * part.exchange)
+        if part.what == "down":  # the last layer's is so small that its latency counts
+            assert other.exchange == pytest.approx(2 * part.exchange, rel=0.01)
