@@ -35,6 +35,21 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """Shares of a device's peaks that serving reaches; `weft plan --calibrate` measures them.
+
+    Attributes:
+        flops: share of the operations per second, in all number formats.
+        bandwidth: share of the bytes per second from memory.
+        links: share of the bytes per second between devices.
+    """
+
+    flops: float = 0.7
+    bandwidth: float = 0.8
+    links: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator, or one core of a CPU.
 
@@ -49,6 +64,7 @@ class Device:
         launch: seconds between a kernel or operator and the next.
         host: seconds of work on the host for one step.
         price: US dollars per device and hour, on demand.
+        reached: shares of `flops`, `bandwidth`, and `link` and `network` that serving reaches.
         sources: the source of each figure, by attribute.
         shapes: slices of a torus, the smallest first, counted in chips; () without a torus.
         ring: axes with a multiple of this size close to a ring. With three axes, all or none do.
@@ -69,6 +85,7 @@ class Device:
     shapes: tuple[str, ...] = ()
     ring: int = 0
     inside: Link | None = None
+    reached: Reached = Reached()
 
     @property
     def per_chip(self) -> int:
@@ -84,8 +101,8 @@ HOP = 1e-6
 """BOOK, part 3, says "about 1 us" for ICI. Assumed to hold for GPUs in a node, too."""
 GPU_LAUNCH = 4e-6
 """Assumed."""
-HOST = 1e-3
-"""Assumed."""
+HOST = 0.2e-3
+HOST_SOURCE = "docs/benchmarks/engine.md: the scheduler takes 0.11 to 0.19 ms for a step"
 
 SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x4x4", "4x4x4")
@@ -104,8 +121,9 @@ def _gpu_sources(sheet: str, price: str = NEBIUS, **others: str) -> dict[str, st
         "node": sheet,
         "network": f"{BOOK}, part 12: 400 GB/s for 8 GPUs; hop assumed",
         "launch": "assumed",
-        "host": "assumed",
+        "host": HOST_SOURCE,
         "price": price,
+        "reached": "assumed",
     } | others
 
 
@@ -119,8 +137,9 @@ def _tpu_sources(name: str, price: str = CLOUD, **others: str) -> dict[str, str]
         "node": f"{page}: the largest slice",
         "network": f"{page}; hop assumed",
         "launch": "assumed",
-        "host": "assumed",
+        "host": HOST_SOURCE,
         "price": price,
+        "reached": "assumed",
     } | others
 
 
@@ -326,7 +345,8 @@ _TABLE = (
             "node": "assumed",
             "network": "assumed: 10 Gb/s",
             "launch": "assumed",
-            "host": "assumed",
+            "host": HOST_SOURCE,
+            "reached": "assumed",
             "price": "two virtual CPUs at Nebius, on demand, in SkyPilot's catalogue v8 (2025)",
         },
     ),

@@ -1,7 +1,7 @@
 """All ways to hold a model on a slice: layouts, replicas and number formats that fit.
 
-For each number of devices that divides the slice, every layout with as many ranks is tried. Layouts
-that the model's sizes refuse (spec/layout.py) or the memory ledger (memory/plan.py) are left out.
+For each number of devices that divides the slice, every layout with as many ranks is tried. The
+model's sizes (spec/layout.py) and the memory ledger (memory/plan.py) rule out some of them.
 The rest of the slice holds replicas.
 """
 
@@ -22,7 +22,7 @@ from weft.models.memory.ledger import Ledger, human_bytes
 from weft.models.memory.plan import MemoryPlan
 from weft.models.plan.hardware import Slice
 from weft.models.plan.step import Precision, anonymous
-from weft.models.plan.times import TYPICAL, Engine, Rates
+from weft.models.plan.times import Engine
 from weft.models.spec.layout import Layout, check_layout
 from weft.models.spec.spec import ModelSpec
 
@@ -80,7 +80,6 @@ def choices(
     limits: Limits,
     *,
     dtype: str = "auto",
-    rates: Rates = TYPICAL,
 ) -> list[Choice]:
     """Return all choices that fit on a slice.
 
@@ -89,7 +88,6 @@ def choices(
         place: the slice.
         limits: each engine's settings.
         dtype: activations and KV cache; "auto" is the checkpoint's.
-        rates: reached shares of the devices' peaks.
 
     Raises:
         ConfigError: none fits; the message says how much memory is missing.
@@ -105,7 +103,6 @@ def choices(
             engine = Engine(
                 *(spec, layout, place, Precision(compute, quantization)),
                 overlapped=_overlaps(place, layout),
-                rates=rates,
             )
             replicas = place.devices // layout.world_size
             found.append(Choice(place, layout, replicas, quantization, plan.ledger(), engine))

@@ -1,10 +1,11 @@
-"""Seconds and bytes for exchanges between devices.
+"""Seconds for exchanges between devices.
 
 V is the number of bytes in the whole array: gathered, or before the scatter, or in all devices'
 parts together. N is the number of devices, W a link's bandwidth in one direction.
 
 Torus axes together are one level, and each axis of a switch is another. The levels overlap, so the
-slowest decides. Small arrays take at least the hops' latency.
+slowest decides. Small arrays take at least the hops' latency. The bytes that a rank sends do not
+depend on the links: see `Exchange.sent` in step.py.
 
 | on one level | seconds | source |
 | --- | --- | --- |
@@ -26,25 +27,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from weft.models.plan.hardware import Axis
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of one exchange.
-
-    Attributes:
-        seconds: until the last device is done.
-        sent: bytes that one device sends of its own data. Bytes that it forwards do not count.
-    """
-
-    seconds: float
-    sent: float
-
-
-def all_gather(size: float, axes: Sequence[Axis]) -> Cost:
+def all_gather(size: float, axes: Sequence[Axis]) -> float:
     """Every device gets all devices' parts: max(hops, V / bandwidth); book, parts 3 and 12.
 
     Over nodes, a device gathers a part from its peers in other nodes, then all parts in its node:
@@ -62,10 +49,10 @@ def all_gather(size: float, axes: Sequence[Axis]) -> Cost:
         share = 1.0 if rings else (members - 1) / members
         seconds = max(seconds, size * share / (inner * rate))
         inner *= members
-    return Cost(max(seconds, latency(axes)), size * (inner - 1) / inner)
+    return max(seconds, latency(axes))
 
 
-def reduce_scatter(size: float, axes: Sequence[Axis]) -> Cost:
+def reduce_scatter(size: float, axes: Sequence[Axis]) -> float:
     """Every device gets the sum of all devices' arrays, in parts. It costs as an all-gather.
 
     Args:
@@ -75,18 +62,17 @@ def reduce_scatter(size: float, axes: Sequence[Axis]) -> Cost:
     return all_gather(size, axes)
 
 
-def all_reduce(size: float, axes: Sequence[Axis]) -> Cost:
+def all_reduce(size: float, axes: Sequence[Axis]) -> float:
     """Every device gets the sum of all devices' arrays: a reduce-scatter, then an all-gather.
 
     Args:
         size: bytes of the array on each device (V).
         axes: as in `all_gather`.
     """
-    scatter, gather = reduce_scatter(size, axes), all_gather(size, axes)
-    return Cost(scatter.seconds + gather.seconds, scatter.sent + gather.sent)
+    return reduce_scatter(size, axes) + all_gather(size, axes)
 
 
-def all_to_all(size: float, axes: Sequence[Axis]) -> Cost:
+def all_to_all(size: float, axes: Sequence[Axis]) -> float:
     """Every device sends a different part of its data to every device.
 
     The busiest link decides: it crosses the middle of the longest axis (book, part 3). A level with
@@ -105,10 +91,10 @@ def all_to_all(size: float, axes: Sequence[Axis]) -> Cost:
             busiest = data / outer * _crossings(axis)
             seconds = max(seconds, busiest / axis.link.bandwidth)
         inner = outer
-    return Cost(max(seconds, latency(axes)), size * (total - 1) / total**2)
+    return max(seconds, latency(axes))
 
 
-def send(size: float, axes: Sequence[Axis]) -> Cost:
+def send(size: float, axes: Sequence[Axis]) -> float:
     """One device sends to another, at the far end of each axis: hops + V / (W axes).
 
     On a torus each axis has a link that helps (book, part 2, question 5). Between nodes the network
@@ -121,7 +107,7 @@ def send(size: float, axes: Sequence[Axis]) -> Cost:
     seconds = 0.0
     for level in _levels(axes):
         seconds = max(seconds, size / sum(axis.link.bandwidth for axis in level))
-    return Cost(seconds + latency(axes), size if _count(axes) > 1 else 0.0)
+    return seconds + latency(axes)
 
 
 def latency(axes: Sequence[Axis]) -> float:

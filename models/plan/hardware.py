@@ -9,6 +9,7 @@ The figures come from kernels/devices.py, or from a TOML file with the user's ow
     like = "H200"
     memory = 96e9
     link = { bandwidth = 200e9 }
+    reached = { flops = 0.5 }
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.kernels.devices import DEVICES, DTYPES, Device, Link
+from weft.kernels.devices import DEVICES, DTYPES, Device, Link, Reached
 
 MAX_NODES = 1024
 OWN = 'describe your own in a TOML file: [NAME], like = "H100", then the numbers that differ'
@@ -177,6 +178,8 @@ def read_devices(path: Path) -> dict[str, Device]:
     return devices
 
 
+MIN_SHARE = 1e-3
+SHARES = [each.name for each in fields(Reached)]
 CHANGEABLE = [
     each.name
     for each in fields(Device)
@@ -209,26 +212,31 @@ def _read_device(path: Path, name: str, table: Any) -> Device:
             new = {"bandwidth": old.bandwidth, "hop": old.hop}
             new |= _numbers(at, value, ("bandwidth", "hop"))
             values[key] = Link(new["bandwidth"], new["hop"], old.reach)
+        elif isinstance(old, Reached):
+            shares = _numbers(at, value, SHARES, least=MIN_SHARE)
+            values[key] = replace(old, **shares)
         else:
-            number = _number(at, value, zero=key in ("launch", "host", "price"))
+            number = _number(at, value, 0 if key in ("launch", "host", "price") else 1)
             values[key] = int(number) if isinstance(old, int) else number
     known_as = _find(name, DEVICES)
     sources = base.sources | dict.fromkeys(values, str(path))
     return replace(base, name=known_as.name if known_as else name, sources=sources, **values)
 
 
-def _numbers(where: str, table: Any, known: tuple[str, ...]) -> dict[str, float]:
+def _numbers(where: str, table: Any, known: Sequence[str], least: float = 1) -> dict[str, float]:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is {table!r}; it must be a table with {', '.join(known)}")
     if unknown := [key for key in table if key not in known]:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
-    return {key: _number(f"{where}.{key}", each, zero=key == "hop") for key, each in table.items()}
+    return {
+        key: _number(f"{where}.{key}", each, 0 if key == "hop" else least)
+        for key, each in table.items()
+    }
 
 
-def _number(where: str, value: Any, *, zero: bool) -> float:
+def _number(where: str, value: Any, least: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{where} is {value!r}; it must be a number")
-    if not (0 if zero else 1) <= value < 1e21:
-        least = "0 or more" if zero else "1 or more"
-        raise ConfigError(f"{where} is {value!r}; it must be {least}, and below 1e21")
+    if not least <= value < 1e21:
+        raise ConfigError(f"{where} is {value!r}; it must be {least:g} or more, and below 1e21")
     return float(value)

@@ -1,11 +1,11 @@
 """Seconds for a step on a slice, and what they are spent on.
 
-    operators (step.py) + slice (hardware.py) + rates ──► seconds
+    operators (step.py) + slice (hardware.py) ──► seconds
 
 An operator takes the longer of its arithmetic and its memory traffic (a roofline; Williams et al.
 2009), and time to launch its kernels. An exchange comes after that, or beside it: an overlapped one
 adds only what the product does not hide, and the latency of its first hop. Peaks of data sheets are
-never reached, so `Rates` says which share of each is.
+never reached, so `Device.reached` (kernels/devices.py) says which share of each is.
 
 With pipeline stages, the requests form as many parts as there are stages, and each stage computes
 one part: a token takes the slowest stage's time, once for each stage.
@@ -13,39 +13,31 @@ one part: a token takes the slowest stage's time, once for each stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from weft.models.plan import collectives
 from weft.models.plan.batch import Batch
 from weft.models.plan.hardware import Axis, Slice
-from weft.models.plan.step import Exchange, Operator, Precision, RankModel, Ranks, stages
+from weft.models.plan.step import (
+    Collective,
+    Exchange,
+    Operator,
+    Precision,
+    RankModel,
+    Ranks,
+    stages,
+)
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """The part of each of a device's peaks that serving reaches; `weft plan --calibrate` fits them.
-
-    The defaults for accelerators are assumed, from kernels that are well tuned.
-
-    Attributes:
-        flops: share of the operations per second.
-        bandwidth: share of the bytes per second from memory.
-        links: share of the bytes per second between devices.
-        launch: factor on the device's seconds to launch an operator.
-        host: factor on the device's seconds on the host for a step.
-    """
-
-    flops: float = 0.7
-    bandwidth: float = 0.8
-    links: float = 0.8
-    launch: float = 1.0
-    host: float = 1.0
-
-
-TYPICAL = Rates()
+COLLECTIVES: dict[Collective, Callable[[float, Sequence[Axis]], float]] = {
+    "all_reduce": collectives.all_reduce,
+    "all_gather": collectives.all_gather,
+    "reduce_scatter": collectives.reduce_scatter,
+    "all_to_all": collectives.all_to_all,
+    "send": collectives.send,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +100,6 @@ class Engine:
         place: the slice.
         precision: number formats.
         overlapped: exchanges are hidden behind products, if a step has enough tokens.
-        rates: reached shares of the peaks.
 
     Attributes:
         layout, place: as given.
@@ -128,18 +119,17 @@ class Engine:
         precision: Precision,
         *,
         overlapped: bool = False,
-        rates: Rates = TYPICAL,
     ) -> None:
         if layout.world_size > place.devices:
             raise ValueError(f"{layout.world_size} ranks do not fit on {place}")
         self.layout, self.place = layout, place
-        self._links = rates.links
         device = place.device
+        self._links = device.reached.links
         by_format = "int8" if precision.quantization == "int8" else precision.dtype
-        self.flops = device.flops[by_format] * rates.flops
-        self.bandwidth = device.bandwidth * rates.bandwidth
-        self.launch = device.launch * rates.launch
-        self.host = device.host * rates.host
+        self.flops = device.flops[by_format] * device.reached.flops
+        self.bandwidth = device.bandwidth * device.reached.bandwidth
+        self.launch = device.launch
+        self.host = device.host
         self._stages = stages(spec, layout, precision)
         self._overlapped = stages(spec, layout, precision, overlapped=True) if overlapped else []
         self._axes = {
@@ -197,10 +187,8 @@ class Engine:
         return Part(operator.what, *totals, arithmetic, memory, exchange - hidden, hidden, launch)
 
     def _exchange(self, exchange: Exchange) -> float:
-        cost = getattr(collectives, exchange.kind)(
-            exchange.payload / self._links, self._axes[exchange.ranks]
-        )
-        return float(cost.seconds)
+        collective = COLLECTIVES[exchange.kind]
+        return collective(exchange.payload / self._links, self._axes[exchange.ranks])
 
     def _latency(self, ranks: Ranks) -> float:
         return collectives.latency(self._axes[ranks])

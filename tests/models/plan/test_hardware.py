@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.kernels.devices import DEVICES, DTYPES, GIB, Device
+from weft.kernels.devices import DEVICES, DTYPES, GIB, Device, Reached
 from weft.models.plan.hardware import Axis, read_devices, read_slice
 
 PAGE = Path(__file__).parents[3] / "docs/plan.md"
@@ -140,6 +140,7 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
         memory = 24e9
         flops = { int8 = 1e15 }
         link = { bandwidth = 2e11 }
+        reached = { flops = 0.5 }
         """,
     )
     devices = read_devices(path)
@@ -152,6 +153,8 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
     v5e = DEVICES["v5e"]
     assert mine.flops == v5e.flops | {"int8": 1e15}
     assert (mine.link.bandwidth, mine.link.hop, mine.link.reach) == (2e11, v5e.link.hop, "torus")
+    assert mine.reached == Reached(flops=0.5)
+    assert mine.sources["reached"] == str(path)
     assert devices.keys() == DEVICES.keys() | {"mine"}
 
 
@@ -173,6 +176,8 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
         ("[H100]\nflops = 3", "H100: flops is 3; it must be a table with float32, bfloat16"),
         ("[H100]\nflops = { fp8 = 1 }", "H100: flops: unknown key 'fp8'; known are float32"),
         ("[H100]\nlink = { bandwidth = 0 }", "H100: link.bandwidth is 0; it must be 1 or more"),
+        ("[H100]\nreached = { flops = 0 }", "H100: reached.flops is 0; it must be 0.001 or more"),
+        ("[H100]\nreached = { host = 1 }", "unknown key 'host'; known are flops, bandwidth, links"),
         ("[H100", "devices.toml is not TOML"),
     ],
 )

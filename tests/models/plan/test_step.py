@@ -126,19 +126,10 @@ def test_bytes_between_ranks_are_those_that_ranks_send(
     found: list[list[float]] = []
     for rank in range(layout.world_size):
         own = replace(layout, rank=rank)
-        batches = [batch_of(prompts), *map(batch_of, decodes)]
+        batches = [Batch.of([step]) for step in (prompts, *decodes)]
         made = map(RankModel(spec, own, Precision(DTYPE)).operators, batches)
         found.append([sum(op.sent * op.times for op in operators) for operators in made])
     assert found == [pytest.approx(counts[1:]) for counts in sent[name]]
-
-
-def batch_of(step: StepInput) -> Batch:
-    requests, tokens = len(step.context_len), len(step.token_ids)
-    if tokens == requests:
-        return Batch(decodes=requests, decode_context=float(step.context_len.mean()))
-    return Batch(
-        prefills=requests, prefill_tokens=tokens, prefill_context=step.positions.mean() + 1
-    )
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.kernels.devices import Reached
 from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.plan.batch import Batch
-from weft.models.plan.hardware import Axis, read_slice
+from weft.models.plan.hardware import Axis, Slice, read_slice
 from weft.models.plan.step import Precision, RankModel
-from weft.models.plan.times import Engine, Part, Rates, span
+from weft.models.plan.times import Engine, Part, span
 from weft.models.spec.layout import Layout
 
 SPEC = read_spec(locate("weft-demo"))
 EXPERTS = read_spec(locate("weft-demo-moe"))
-PEAK = Rates(1.0, 1.0, 1.0, 0.0, 0.0)
+
+
+def at_peak(text: str) -> Slice:
+    """A slice whose devices reach their peaks, and launch nothing."""
+    place = read_slice(text)
+    return replace(
+        place, device=replace(place.device, reached=Reached(1.0, 1.0, 1.0), launch=0.0, host=0.0)
+    )
 
 
 def test_one_token_takes_the_time_to_read_the_weights() -> None:
-    engine = Engine(SPEC, Layout(), read_slice("H100:1"), Precision(), rates=PEAK)
+    engine = Engine(SPEC, Layout(), at_peak("H100:1"), Precision())
     operators = RankModel(SPEC, Layout()).operators(Batch(1, 1.0))
     read = sum(operator.read * operator.times for operator in operators)
     assert engine.seconds(Batch(1, 1.0)) == pytest.approx(read / 3.35e12)
 
 
 def test_many_tokens_take_the_time_to_multiply() -> None:
-    engine = Engine(SPEC, Layout(), read_slice("v5e:1x1"), Precision(), rates=PEAK)
+    engine = Engine(SPEC, Layout(), at_peak("v5e:1x1"), Precision())
     (parts,) = engine.parts(Batch(0, 0.0, 1, 2048, 1024.0))
     (product,) = (part for part in parts if part.what == "gate + up")
     tokens, inner = 2048, SPEC.layers[0].feed_forward.gate.weight.shape[0]  # type: ignore[union-attr]
@@ -55,8 +65,8 @@ def test_a_prompt_hides_its_exchanges() -> None:
 
 def test_a_token_goes_through_all_stages() -> None:
     batch = Batch(8, 100.0)
-    whole = Engine(SPEC, Layout(), read_slice("h100:2"), Precision(), rates=PEAK)
-    halves = Engine(SPEC, Layout(pp=2), read_slice("h100:2"), Precision(), rates=PEAK)
+    whole = Engine(SPEC, Layout(), at_peak("h100:2"), Precision())
+    halves = Engine(SPEC, Layout(pp=2), at_peak("h100:2"), Precision())
     stages = [sum(part.seconds for part in parts) for parts in halves.parts(batch)]
     assert halves.seconds(batch) == pytest.approx(2 * max(stages))
     # Each stage has half of the layers for half of the requests: the same weights are read twice.
@@ -65,11 +75,9 @@ def test_a_token_goes_through_all_stages() -> None:
 
 def test_attention_groups_share_the_requests() -> None:
     batch = Batch(64, 100.0)
-    engine = Engine(EXPERTS, Layout(ep=4), read_slice("h100:4"), Precision(), rates=PEAK)
+    engine = Engine(EXPERTS, Layout(ep=4), at_peak("h100:4"), Precision())
     (parts,) = engine.parts(batch)
-    (same,) = Engine(EXPERTS, Layout(), read_slice("h100:1"), Precision(), rates=PEAK).parts(
-        Batch(16, 100.0)
-    )
+    (same,) = Engine(EXPERTS, Layout(), at_peak("h100:1"), Precision()).parts(Batch(16, 100.0))
     of = {part.what: part for part in parts}
     assert of["attention"].memory == next(p.memory for p in same if p.what == "attention")
     assert of["experts"].exchange > 0
@@ -114,3 +122,17 @@ def test_parts_add_up() -> None:
 def test_a_layout_must_fit_on_the_slice() -> None:
     with pytest.raises(ValueError, match="4 ranks do not fit on H100:2"):
         Engine(SPEC, Layout(tp=4), read_slice("h100:2"), Precision())
+
+
+def test_shares_that_are_not_reached_take_longer() -> None:
+    """Half of a peak takes twice the time of what it limits."""
+    peak = at_peak("h100:2")
+    batch = Batch(0, 0.0, 1, 1 << 20, 1024.0)
+    (parts,) = Engine(SPEC, Layout(tp=2), peak, Precision()).parts(batch)
+    half = replace(peak, device=replace(peak.device, reached=Reached(0.5, 0.5, 0.5)))
+    (slower,) = Engine(SPEC, Layout(tp=2), half, Precision()).parts(batch)
+    for part, other in zip(parts, slower, strict=True):
+        assert other.arithmetic == pytest.approx(2 * part.arithmetic)
+        assert other.memory == pytest.approx(2 * part.memory)
+        if part.what == "down":  # the last layer's is so small that its latency counts
+            assert other.exchange == pytest.approx(2 * part.exchange, rel=0.01)
