@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -28,6 +29,8 @@ class EngineLimits:
         max_model_len: maximum number of tokens in a request.
         num_blocks: number of blocks in the KV cache.
         block_size: number of tokens in a block.
+        prefix_caching: share blocks between prompts that start alike. Without shared prefixes in
+            the load, only the simulation's own time depends on it.
     """
 
     max_num_seqs: int
@@ -35,6 +38,7 @@ class EngineLimits:
     max_model_len: int
     num_blocks: int
     block_size: int = 16
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,9 @@ def simulate(
     """
     if replicas < 1:
         raise ConfigError(f"replicas is {replicas}; it must be at least 1")
+    step_seconds = lru_cache(maxsize=2**16)(step_seconds)
     engines = [
-        VirtualEngine(number, _scheduler(limits), step_seconds, leap=leap)
+        VirtualEngine(number, _scheduler(limits), step_seconds, limits.prefix_caching, leap=leap)
         for number in range(replicas)
     ]
     fleet = _Fleet(engines, router(routing, engines, seed))
@@ -183,4 +188,5 @@ def _scheduler(limits: EngineLimits) -> Scheduler:
         ),
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
+        prefix_caching=limits.prefix_caching,
     )

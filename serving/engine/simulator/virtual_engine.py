@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import accumulate, count, islice, repeat
 from struct import pack
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from weft.serving.engine.scheduler.scheduler import Scheduler
 from weft.serving.engine.scheduler.steady_run import advance, steady_steps
 from weft.serving.engine.simulator.histogram import Histogram
 
-MOST_AHEAD = 64
+MOST_AHEAD = 256
 """Maximum number of steady steps that pass at once."""
 
 StepSeconds = Callable[[Batch], float]
@@ -79,6 +79,7 @@ class VirtualEngine:
         number: the engine's number.
         scheduler: nothing else may use it.
         step_seconds: predicted seconds for a step, above 0.
+        prefix_caching: whether the scheduler shares blocks between prompts.
         leap: let steady decode steps pass at once; the results are the same.
 
     Attributes:
@@ -90,7 +91,13 @@ class VirtualEngine:
     """
 
     def __init__(
-        self, number: int, scheduler: Scheduler, step_seconds: StepSeconds, *, leap: bool = True
+        self,
+        number: int,
+        scheduler: Scheduler,
+        step_seconds: StepSeconds,
+        prefix_caching: bool,
+        *,
+        leap: bool = True,
     ) -> None:
         self.number = number
         self.next_turn = math.inf
@@ -100,13 +107,17 @@ class VirtualEngine:
         self.gaps = Histogram()
         self._scheduler = scheduler
         self._step_seconds = step_seconds
+        self._prefix_caching = prefix_caching
         self._leap = leap
         self._ids = count()
         self._inbox: list[Served] = []
         self._served: dict[str, Served] = {}  # that have not ended, by the scheduler's id
         self._flight: deque[_Step] = deque()
-        # Ends of steady steps that pass at once, and of the two in flight after them.
+        self._latest_end = -math.inf  # of a finished step
+        # Ends of steady steps that pass at once, and of the two in flight after them; and the same
+        # steps as (seconds, how many) in order.
         self._ends: list[float] = []
+        self._spans: list[tuple[float, int]] = []
 
     def add(self, asked: Arrival, now: float) -> None:
         """Let a request arrive now; no turn may be due before.
@@ -139,12 +150,13 @@ class VirtualEngine:
         ended = self._finish() if self._flight else []
         for served in self._inbox:
             id = next(self._ids)
-            self._scheduler.add(_message(id, served.asked, self._scheduler.kv.block_size))
+            size = self._scheduler.kv.block_size if self._prefix_caching else None
+            self._scheduler.add(_message(id, served.asked, size))
             self._served[str(id)] = served
         self._inbox.clear()
         while len(self._flight) < DEPTH and (batch := self._scheduler.schedule()) is not None:
             begin = self._flight[-1].end if self._flight else now
-            end = begin + self._step_seconds(batch_of(batch))
+            end = begin + self._step_seconds(batch_of(batch, self._scheduler.kv.block_size))
             self._flight.append(_Step(batch, begin, end))
         self.next_turn = self._flight[0].end if self._flight else math.inf
         if self._leap and (steps := steady_steps(self._scheduler, MOST_AHEAD)) > 1:
@@ -159,21 +171,23 @@ class VirtualEngine:
         self.steps += 1
         self.busy += output.seconds
         ended = []
-        gaps: dict[float, int] = {}
+        usual, usual_gaps = self._latest_end, 0
         for token in self._scheduler.finish(output):
             served = self._served[token.request_id]
-            served.tokens += 1
-            if served.tokens > 1:
-                gap = step.end - served.last
-                gaps[gap] = gaps.get(gap, 0) + 1
+            if served.last == usual:
+                usual_gaps += 1
+            elif served.tokens:
+                self.gaps.add(step.end - served.last)
             else:
                 served.first = step.end
                 served.cached = token.cached_tokens
+            served.tokens += 1
             served.last = step.end
             if token.finish_reason is not None:
                 ended.append(self._served.pop(token.request_id))
-        for gap, times in gaps.items():
-            self.gaps.add(gap, times)
+        if usual_gaps:
+            self.gaps.add(step.end - usual, usual_gaps)
+        self._latest_end = step.end
         self.live -= len(ended)
         return ended
 
@@ -181,12 +195,21 @@ class VirtualEngine:
         """Predict the ends of steady steps; the next turn is after them."""
         context_len = self._flight[1].batch.context_len
         decodes, context = len(context_len), int(context_len.sum())
+        size = self._scheduler.kv.block_size
         end = self._flight[1].end
         self._ends = [self._flight[0].end, end]
-        for _ in range(steps):
+        self._spans = [(end - self._ends[0], 1)]
+        while len(self._ends) < steps + 2:
             context += decodes
-            end += self._step_seconds(Batch(decodes, context / decodes))
-            self._ends.append(end)
+            blocks = -(-context // (decodes * size))
+            equal = (blocks * size * decodes - context) // decodes + 1  # mean context in one block
+            equal = min(equal, steps + 2 - len(self._ends))
+            seconds = self._step_seconds(Batch(decodes, blocks * size))
+            self._ends += islice(
+                accumulate(repeat(seconds, equal), initial=self._ends[-1]), 1, None
+            )
+            self._spans.append((seconds, equal))
+            context += (equal - 1) * decodes
         self.next_turn = self._ends[steps]
 
     def _pass(self) -> None:
@@ -203,8 +226,13 @@ class VirtualEngine:
             self.gaps.add(ends[0] - served.last)
             served.tokens += steps
             served.last = ends[steps - 1]
-        for earlier, later in pairwise(ends[:steps]):
-            self.gaps.add(later - earlier, len(names))
+        left = steps - 1  # the first step's gap is counted above
+        for seconds, times in self._spans:
+            times = min(times, left)
+            if times:
+                self.gaps.add(seconds, times * len(names))
+            left -= times
+        self._latest_end = ends[steps - 1]
         self._flight.clear()
         for begin, end in ((ends[-3], ends[-2]), (ends[-2], ends[-1])):
             batch = self._scheduler.schedule()
@@ -212,14 +240,20 @@ class VirtualEngine:
             self._flight.append(_Step(batch, begin, end))
 
 
-def batch_of(step: StepInput) -> Batch:
-    """Return the work in a step; a prompt with a single token left counts as a decode."""
+def batch_of(step: StepInput, block_size: int) -> Batch:
+    """Return the work in a step; a prompt with a single token left counts as a decode.
+
+    Args:
+        step: a step with tokens.
+        block_size: number of tokens in a block; the mean context of decodes is rounded up to one.
+    """
     counts = np.diff(step.query_start)
-    if len(step.token_ids) == len(counts):
-        return Batch(len(counts), int(step.context_len.sum()) / len(counts))
     many = counts > 1
     decodes = len(counts) - int(many.sum())
-    decode_context = int(step.context_len[~many].sum()) / max(1, decodes)
+    context = int(step.context_len[~many].sum())
+    decode_context = -(-context // (decodes * block_size)) * block_size if decodes else 0
+    if decodes == len(counts):
+        return Batch(decodes, decode_context)
     tokens = counts[many].astype(np.int64)
     # A chunk's tokens attend to context_len - tokens + 1, ..., context_len tokens.
     attended = int((tokens * (2 * step.context_len[many] - tokens + 1)).sum()) / 2
@@ -227,14 +261,14 @@ def batch_of(step: StepInput) -> Batch:
     return Batch(decodes, decode_context, len(tokens), total, attended / total)
 
 
-def _message(id: int, asked: Arrival, block_size: int) -> Add:
-    """Return the message for a request.
+def _message(id: int, asked: Arrival, block_size: int | None) -> Add:
+    """Return the message for a request; without block keys if `block_size` is None.
 
     Its tokens mean nothing. Block keys name the group in the shared prefix, and the request after
     it, so that the prefix cache finds the former only.
     """
-    blocks = asked.prompt // block_size
-    shared = min(asked.prefix // block_size, blocks)
+    blocks = asked.prompt // block_size if block_size else 0
+    shared = min(asked.prefix // block_size, blocks) if block_size else 0
     keys = np.empty((blocks, 2), np.int64)
     keys[:shared, 0] = -1 - asked.group
     keys[shared:, 0] = id

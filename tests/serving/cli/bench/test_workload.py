@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,8 +11,6 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError
