@@ -9,6 +9,8 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import islice
 
+import numpy as np
+
 from weft.errors import ConfigError
 from weft.models.plan.arrivals import Arrival
 from weft.models.plan.load import Latency
@@ -29,8 +31,8 @@ class EngineLimits:
         max_model_len: maximum number of tokens in a request.
         num_blocks: number of blocks in the KV cache.
         block_size: number of tokens in a block.
-        prefix_caching: share blocks between prompts that start alike. Without shared prefixes in
-            the load, only the simulation's own time depends on it.
+        prefix_caching: share blocks between prompts that start alike. If none do, and none is
+            preempted, the simulation is faster without and has the same result.
     """
 
     max_num_seqs: int
@@ -127,7 +129,7 @@ def simulate(
         VirtualEngine(number, _scheduler(limits), step_seconds, limits.prefix_caching, leap=leap)
         for number in range(replicas)
     ]
-    fleet = _Fleet(engines, router(routing, engines, seed))
+    fleet = _Fleet(engines, router(routing, replicas, seed))
     if users is None:
         for asked in arrivals:
             fleet.run_until(asked.time)
@@ -138,7 +140,7 @@ def simulate(
         for asked in islice(following, users):
             fleet.send(asked, 0.0)
         fleet.run_until(math.inf, following)
-    assert not fleet.live, "every request ends"
+    assert not fleet.loads.any(), "every request ends"
     gaps = Histogram()
     for engine in engines:
         gaps.merge(engine.gaps)
@@ -151,7 +153,7 @@ class _Fleet:
     """Engines, and the times of their next turns."""
 
     def __init__(self, engines: list[VirtualEngine], choose: Choose) -> None:
-        self.live = 0
+        self.loads = np.zeros(len(engines), np.int64)  # live requests of each engine
         self.ended: list[Served] = []
         self._engines = engines
         self._choose = choose
@@ -159,26 +161,33 @@ class _Fleet:
 
     def send(self, asked: Arrival, now: float) -> None:
         """Route a request."""
-        engine = self._choose(asked, self.live)
-        self.live += 1
+        engine = self._engines[self._choose(asked, self.loads)]
+        self.loads[engine.number] += 1
         engine.add(asked, now)
         heappush(self._turns, (engine.next_turn, engine.number))
 
     def run_until(self, time: float, following: Iterable[Arrival] = ()) -> None:
         """Take all turns before a time; each request that ends sends the following one."""
         following = iter(following)
-        while self._turns and self._turns[0][0] < time:
-            now, number = heappop(self._turns)
-            engine = self._engines[number]
-            if engine.next_turn != now:
-                continue
-            ended = engine.turn()
-            if engine.next_turn < math.inf:
-                heappush(self._turns, (engine.next_turn, number))
-            self.live -= len(ended)
-            self.ended += ended
-            for asked in islice(following, len(ended)):
-                self.send(asked, now)
+        while self._turns and (now := self._turns[0][0]) < time:
+            free = 0
+            while self._turns and self._turns[0][0] == now:
+                free += self._turn(*heappop(self._turns))
+            # After all turns of this time, so that the order of the engines does not matter.
+            for asked in islice(following, free):
+                self.send(asked, math.nextafter(now, math.inf))
+
+    def _turn(self, now: float, number: int) -> int:
+        """Take an engine's turn, if it is due now; returns the number of ended requests."""
+        engine = self._engines[number]
+        if engine.next_turn != now:
+            return 0
+        ended = engine.turn()
+        if engine.next_turn < math.inf:
+            heappush(self._turns, (engine.next_turn, number))
+        self.loads[number] -= len(ended)
+        self.ended += ended
+        return len(ended)
 
 
 def _scheduler(limits: EngineLimits) -> Scheduler:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass, field
 
 BINS = 200  # in a factor of e
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts of times in seconds, above 0."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+    _counts: Counter[int] = field(default_factory=Counter)
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a time."""

@@ -14,48 +14,52 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
 
 from weft.errors import ConfigError
 from weft.models.plan.arrivals import Arrival
-from weft.serving.engine.simulator.virtual_engine import VirtualEngine
 
 BOUND = 1.25
 
-Choose = Callable[[Arrival, int], VirtualEngine]
-"""Chooses an engine for a request, given the number of live requests on all engines."""
+Loads = npt.NDArray[np.int64]
+Choose = Callable[[Arrival, Loads], int]
+"""Chooses an engine for a request, given each engine's number of live requests, int64[engines]."""
 
 
-def router(policy: str, engines: Sequence[VirtualEngine], seed: int) -> Choose:
+def router(policy: str, engines: int, seed: int) -> Choose:
     """Return the function for a policy.
 
     Args:
         policy: see the module's text.
-        engines: at least one; each is at its own place in the sequence.
+        engines: number of engines, at least 1.
         seed: for random choices.
 
     Raises:
         ConfigError: there is no such policy.
     """
     rng = random.Random(seed)
-    latest = [0] * len(engines)  # number of requests before the engine's newest one
+    latest = np.zeros(engines, np.int64)  # number of choices up to the engine's newest one
 
-    def by_chance(asked: Arrival, live: int) -> VirtualEngine:
-        return rng.choice(engines)
+    def by_chance(asked: Arrival, loads: Loads) -> int:
+        return rng.randrange(engines)
 
-    def least_loaded(asked: Arrival, live: int) -> VirtualEngine:
-        chosen = min(engines, key=lambda engine: (engine.live, latest[engine.number]))
-        latest[chosen.number] = max(latest) + 1
+    def least_loaded(asked: Arrival, loads: Loads) -> int:
+        fewest = np.flatnonzero(loads == loads.min())
+        chosen = int(fewest[latest[fewest].argmin()])
+        latest[chosen] = latest.max() + 1
         return chosen
 
-    def by_prefix(asked: Arrival, live: int) -> VirtualEngine:
+    def by_prefix(asked: Arrival, loads: Loads) -> int:
         if not asked.prefix:
-            return least_loaded(asked, live)
-        bound = math.ceil(BOUND * (live + 1) / len(engines))
-        home = crc32(str(asked.group).encode()) % len(engines)
-        order = (engines[(home + i) % len(engines)] for i in range(len(engines)))
-        return next(engine for engine in order if engine.live < bound)
+            return least_loaded(asked, loads)
+        bound = math.ceil(BOUND * (int(loads.sum()) + 1) / engines)
+        home = crc32(str(asked.group).encode()) % engines
+        after = int((np.roll(loads, -home) < bound).argmax())
+        return (home + after) % engines
 
     policies = {"random": by_chance, "least-loaded": least_loaded, "prefix": by_prefix}
     if policy not in policies:

@@ -25,7 +25,7 @@ from weft.models.interface import StepInput, StepOutput
 from weft.models.plan.arrivals import Arrival
 from weft.models.plan.batch import Batch
 from weft.serving.engine.core import DEPTH
-from weft.serving.engine.prefix_keys import Prompt
+from weft.serving.engine.prefix_keys import TOKEN_BYTES, Prompt
 from weft.serving.engine.protocol import Add
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.scheduler import Scheduler
@@ -84,7 +84,6 @@ class VirtualEngine:
 
     Attributes:
         next_turn: time of the next call to `turn`; infinite while there is no work.
-        live: number of requests that have not ended.
         busy: seconds during which finished steps ran.
         steps: number of finished steps.
         gaps: times between the tokens of an answer.
@@ -101,7 +100,6 @@ class VirtualEngine:
     ) -> None:
         self.number = number
         self.next_turn = math.inf
-        self.live = 0
         self.busy = 0.0
         self.steps = 0
         self.gaps = Histogram()
@@ -127,7 +125,6 @@ class VirtualEngine:
         """
         served = Served(asked, self.number, now)
         self._inbox.append(served)
-        self.live += 1
         if self._ends:  # read it after the step that runs now, as without a leap
             passed = min(bisect_left(self._ends, now), len(self._ends) - 2)
             del self._ends[passed + 2 :]
@@ -188,7 +185,6 @@ class VirtualEngine:
         if usual_gaps:
             self.gaps.add(step.end - usual, usual_gaps)
         self._latest_end = step.end
-        self.live -= len(ended)
         return ended
 
     def _look_ahead(self, steps: int) -> None:
@@ -262,23 +258,29 @@ def batch_of(step: StepInput, block_size: int) -> Batch:
 
 
 def _message(id: int, asked: Arrival, block_size: int | None) -> Add:
-    """Return the message for a request; without block keys if `block_size` is None.
+    """Return the message for a request.
 
     Its tokens mean nothing. Block keys name the group in the shared prefix, and the request after
     it, so that the prefix cache finds the former only.
+
+    Args:
+        id: number of requests before.
+        asked: the request.
+        block_size: number of tokens in a block; None without a prefix cache.
     """
-    blocks = asked.prompt // block_size if block_size else 0
-    shared = min(asked.prefix // block_size, blocks) if block_size else 0
-    keys = np.empty((blocks, 2), np.int64)
-    keys[:shared, 0] = -1 - asked.group
-    keys[shared:, 0] = id
-    keys[:, 1] = np.arange(blocks)
     # The last token differs, so that answers never share blocks.
-    tokens = bytes(4 * asked.prompt - 4) + pack("i", id % 2**31)
-    root = pack("qq", id, -1)
+    tokens = bytes(TOKEN_BYTES * (asked.prompt - 1)) + pack("i", id % 2**31)
+    keys = b""
+    if block_size is not None:
+        blocks = asked.prompt // block_size
+        names = np.empty((blocks, 2), np.int64)
+        names[:, 0] = id
+        names[: asked.prefix // block_size, 0] = -1 - asked.group
+        names[:, 1] = np.arange(blocks)
+        keys = names.tobytes()
     return Add(
         request_id=str(id),
-        prompt=Prompt(tokens, keys.tobytes(), root),
+        prompt=Prompt(tokens, keys, root=pack("qq", id, -1)),
         params=SamplingParams(seed=0, max_tokens=asked.answer),
         end_token_ids=(),
     )
