@@ -244,14 +244,14 @@ def _figures(table: StepTable, load: Load, rate: float, states: Sequence[_State]
     steps = sum(state.weight * state.flow.steps for state in states)
     decodes = sum(state.weight * state.flow.steps * state.flow.decodes for state in states)
     idle = sum(state.weight * (1 - state.flow.share) for state in states if not state.flow.decodes)
+    decoding = sum(state.weight for state in states if state.flow.decodes)
     for state in states:
-        if state.weight < NEGLIGIBLE:
-            continue
-        first += (
-            (state.wait + seconds, part * state.weight)
-            for seconds, part in _first_tokens(table, load, state.flow, rate)
-        )
-        if state.flow.decodes:
+        if state.weight >= NEGLIGIBLE:
+            first += (
+                (state.wait + seconds, part * state.weight)
+                for seconds, part in _first_tokens(table, load, state.flow, rate)
+            )
+        if state.flow.decodes and state.weight >= NEGLIGIBLE * decoding:
             gaps += (
                 (seconds, part * state.weight * state.flow.decodes)
                 for seconds, part in _steps(table, load, state.flow)

@@ -1,6 +1,7 @@
 """`weft plan`: which layout of which machine serves a model, how fast, and at which price.
 
 command.py     the command's flags, and a plan from beginning to end
+simulated.py   latencies from a simulation of the scheduler
 report.py      a plan as a table, JSON, Helm values or formulas
 plot.py        a plan as a picture
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from weft.models.plan.choices import Choice, Limits, choices
 from weft.models.plan.hardware import Slice, read_devices, read_slice
 from weft.models.plan.load import Load, Objective
 from weft.models.plan.plan import plan
+from weft.models.spec.spec import ModelSpec
 from weft.serving.cli.files import check_file, check_plot, write_whole
 from weft.serving.cli.options import TopicCommand, takes
 from weft.serving.config.settings import EngineConfig
@@ -56,6 +58,19 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--plot", metavar="FILE", type=FILE, help="draw latency, price and a step's time (.svg, .png)"
 )
+@click.option(
+    "--simulate",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="take latencies from a simulation of N requests with the real scheduler",
+)
+@click.option(
+    "--routing",
+    metavar="random|least-loaded|prefix",
+    default="least-loaded",
+    show_default=True,
+    help="between the engines of a row, in a simulation",
+)
 @takes(EngineConfig, model=True, only=SETTINGS)
 def make_plan(
     settings: Settings,
@@ -67,6 +82,8 @@ def make_plan(
     values: bool,
     explain: bool,
     plot: Path | None,
+    simulate: int | None,
+    routing: str,
 ) -> int:
     """Plan how to serve MODEL: layouts, speed, price.
 
@@ -98,17 +115,13 @@ def make_plan(
         block_size=config.block_size,
         memory_fraction=config.memory_fraction,
     )
-    found: list[Choice] = []
-    misfits: list[tuple[Slice, ConfigError]] = []
-    for place in slices:
-        try:
-            found += choices(spec, place, limits, dtype=config.dtype)
-        except ConfigError as error:
-            misfits.append((place, error))
-    if not found:
-        raise ConfigError("; ".join(str(error) for _, error in misfits))
+    found, misfits = _choices(slices, spec, limits, config.dtype)
     rows = plan(found, wanted, objective, limits)
-    asked = report.Asked(config.model, load, slo, limits, [str(error) for _, error in misfits])
+    if simulate is not None:
+        from weft.serving.cli.plan.simulated import simulated
+
+        rows = list(simulated(rows, wanted, limits, simulate, routing))
+    asked = report.Asked(config.model, load, slo, limits, misfits)
     if plot is not None:
         from weft.serving.cli.plan.plot import draw
 
@@ -116,6 +129,26 @@ def make_plan(
     form = report.document if as_json else report.helm if values else report.table
     print(report.formulas(rows[0], wanted) if explain else form(rows, asked, objective))
     return 0
+
+
+def _choices(
+    slices: Sequence[Slice], spec: ModelSpec, limits: Limits, dtype: str
+) -> tuple[list[Choice], list[str]]:
+    """Return all choices that fit, and the reason for each slice on which none does.
+
+    Raises:
+        ConfigError: none fits on any slice.
+    """
+    found: list[Choice] = []
+    misfits: list[str] = []
+    for place in slices:
+        try:
+            found += choices(spec, place, limits, dtype=dtype)
+        except ConfigError as error:
+            misfits.append(str(error))
+    if not found:
+        raise ConfigError("; ".join(misfits))
+    return found, misfits
 
 
 def _context(config: EngineConfig, longest: int) -> int:

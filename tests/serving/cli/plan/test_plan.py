@@ -102,6 +102,22 @@ def test_a_picture_shows_each_row(tmp_path: Path) -> None:
     assert text.count("H100:8") >= 2  # comments hold the texts that are drawn as paths
 
 
+def test_latencies_come_from_a_simulation_if_asked() -> None:
+    load = ("--for", "l40s:2", "--load", "in=100,out=20,rate=400")
+    formula, simulated = (
+        rows("weft-demo", *load, *more)[0] for more in ((), ("--simulate", "4000"))
+    )
+    assert simulated["flags"] == formula["flags"]
+    assert simulated["latency"] != formula["latency"]
+    for name, seconds in simulated["latency"].items():
+        assert seconds == pytest.approx(formula["latency"][name], rel=0.3)
+
+
+def test_a_load_that_is_too_large_names_the_largest() -> None:
+    text = planned("weft-demo", "--for", "l40s:1", "--load", "in=100,out=20,rate=999999")
+    assert "no row serves this load: the most is" in text
+
+
 def test_own_prices_count(tmp_path: Path) -> None:
     file = tmp_path / "devices.toml"
     file.write_text("[H100]\nprice = 29.5\n")
@@ -122,6 +138,7 @@ def test_own_prices_count(tmp_path: Path) -> None:
         (("weft-demo", *EIGHT[:2], "--load", "in=1,out=2,rate=1e99"), "rate of --load"),
         (("weft-demo", *EIGHT, "--slo", "speed=1"), "--slo has 'speed'"),
         (("weft-demo", *EIGHT, "--json", "--values"), "one of --json, --values"),
+        (("weft-demo", *EIGHT, "--simulate", "9", "--routing", "best"), "routing"),
         (("weft-demo", *EIGHT, "--plot", "plan.txt"), "its name must end in"),
         (("weft-demo", *EIGHT, "--max-model-len", "4096"), "has a context of 2048"),
     ],
