@@ -109,10 +109,12 @@ def test_a_cache_without_room_for_a_request_is_refused() -> None:
         state("in=400,out=100,rate=1", kv_tokens=400)
 
 
-@given(st.floats(0.1, 11))
-def test_requests_end_as_often_as_they_come(rate: float) -> None:
+@given(st.floats(0.01, 0.99), st.sampled_from([3, 64]))
+def test_requests_end_as_often_as_they_come(part: float, slots: int) -> None:
     """The mean over the distribution of decodes: the balance of a queue in a steady state."""
-    table = StepTable(Load.parse("in=400,out=100,rate=1"), seconds, **LIMITS)
+    limits, load = LIMITS | {"max_num_seqs": slots}, Load.parse("in=400,out=100,rate=1")
+    rate = part * largest_rate(load, seconds, Objective(), **limits)
+    table = StepTable(load, seconds, **limits)
     flows = [Flow.of(table, index, rate) for index in range(len(table.decodes))]
     weights, taken = distribution(flows)
     assert sum(weights) + taken == pytest.approx(1)

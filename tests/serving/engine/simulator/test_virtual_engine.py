@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.virtual_core import run_core
 
@@ -58,6 +58,8 @@ def test_times_are_those_of_the_real_core(load: Load, seed: int, num_blocks: int
     st.sampled_from([None, 5]),
     st.sampled_from([(1, "random"), (3, "random"), (3, "least-loaded"), (3, "prefix")]),
 )
+# A question arrives when a step of another engine ends.
+@example(Load.parse("in=1,out=~40,rate=0.5"), 82, 80, 5, (3, "random"))
 def test_leaps_change_nothing(
     load: Load, seed: int, num_blocks: int, users: int | None, routing: tuple[int, str]
 ) -> None:
