@@ -257,6 +257,10 @@ class EngineConfig:
     log_format: Annotated[
         LogFormat, Help("log format on stderr: text for people, json for programs")
     ] = "text"
+    step_log: Annotated[
+        str | None,
+        Help("file for a line about each step, for weft plan --calibrate"),
+    ] = None
     replica: Replica = Replica()
 
     def __post_init__(self) -> None:
@@ -482,7 +486,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Batches, logs, metrics and tracing": (
         *("state_dir", "log_format", "log_stats", "log_requests", "log_prompts"),
-        *("vllm_metrics", "otlp_endpoint"),
+        *("vllm_metrics", "otlp_endpoint", "step_log"),
     ),
 }
 """Topic -> names of its settings, in the order of the help and of docs/configuration.md."""

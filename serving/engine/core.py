@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 from msgspec.structs import replace
@@ -43,6 +44,7 @@ from weft.serving.engine.protocol import (
 from weft.serving.engine.scheduler.block_manager import BlockManager
 from weft.serving.engine.scheduler.dp_attention import DpAttentionScheduler
 from weft.serving.engine.scheduler.scheduler import Scheduler
+from weft.serving.engine.step_log import StepLog
 from weft.serving.executor import child_process, loading
 from weft.serving.executor.base import Executor, Pending
 from weft.serving.executor.in_process import InProcessExecutor
@@ -71,6 +73,7 @@ class EngineCore:
         matchers: makes grammar matchers.
         heartbeat: maximum number of seconds between messages.
         depth: maximum number of steps in flight.
+        log: the log of steps; None without one.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class EngineCore:
         *,
         heartbeat: float = HEARTBEAT,
         depth: int = DEPTH,
+        log: StepLog | None = None,
     ) -> None:
         self._channel = channel
         self._executor = executor
@@ -90,6 +94,7 @@ class EngineCore:
         self._preparing: dict[str, tuple[Add, Future[GrammarMatcher]]] = {}
         self._heartbeat = heartbeat
         self._depth = depth
+        self._log = log
         self._steps: deque[Pending] = deque()
         self._outputs: list[TokenOutput] = []
         self._last_sent = 0.0
@@ -178,14 +183,21 @@ class EngineCore:
             if step is None:
                 return
             self._steps.append(self._executor.submit(step))
+            if self._log is not None:
+                self._log.submitted(step)
 
     def _finish(self) -> None:
         """Finish the oldest step if it is done, and send outputs and statistics."""
         if not self._steps:
             if (failure := self._executor.check()) is not None:
                 self._fail(failure)
+            if self._log is not None:
+                self._log.flush()
         elif self._is_done(self._steps[0]):
-            self._outputs += self._scheduler.finish(self._steps.popleft().result())
+            result = self._steps.popleft().result()
+            if self._log is not None:
+                self._log.finished(result)
+            self._outputs += self._scheduler.finish(result)
             self._send()
         if self._outputs or time.monotonic() - self._last_sent >= self._heartbeat:
             self._send()
@@ -239,7 +251,10 @@ def serve(
     Raises:
         WeftError: the model cannot be loaded or run; the API process has been informed.
     """
-    with CoreChannel(context, address) as channel:
+    with CoreChannel(context, address) as channel, ExitStack() as stack:
+        log = None
+        if config.step_log is not None:
+            log = stack.enter_context(StepLog(config.step_log, config))
         begin = time.monotonic()
         executor = start_executor(config, load_model, lambda port: channel.send(Waiting(port)))
         matchers = GrammarMatchers(config, executor.model.vocab_size)
@@ -254,7 +269,10 @@ def serve(
             heartbeat = min(HEARTBEAT, config.stall_timeout / 4)
             depth = DEPTH + config.pp - 1
             core = EngineCore(
-                *(channel, executor, scheduler, matchers), heartbeat=heartbeat, depth=depth
+                *(channel, executor, scheduler, matchers),
+                heartbeat=heartbeat,
+                depth=depth,
+                log=log,
             )
             core.run()
         finally:
