@@ -20,7 +20,7 @@ With very many tokens, an MLP's weights are fewer bytes than its tokens. They go
 (Pope et al. 2022, section 3.2.3).
 
 GPUs have no rings. Tiles and methods decide there, so the kernels' own cost model
-(kernels/gpu/tuning/crossover.py) gives the seconds.
+(kernels/gpu/tuning/products.py) gives the seconds.
 
 Norms and residual sums are not counted. With few tokens, each device repeats them for all tokens.
 """
@@ -134,7 +134,7 @@ class Torus:
 
     def _replicated(self, layer: LayerSpec, tokens: int) -> float:
         """Return the seconds of a layer's dense products and all-reduces, with all tokens."""
-        products = _products(layer, self._hidden)
+        products = layer_products(layer, self._hidden)
         payload = tokens * self._hidden * self._item / self._share
         reduces = len(products) / 2 * collectives.all_reduce(payload, self._axes).seconds
         alone = sum(self._product(tokens, *product) + self._launch for product in products)
@@ -142,7 +142,9 @@ class Torus:
 
     def _sharded(self, layer: LayerSpec, tokens: int) -> float:
         """Return the seconds of the same products in rings."""
-        return sum(self._token_ring(tokens, *product) for product in _products(layer, self._hidden))
+        return sum(
+            self._token_ring(tokens, *product) for product in layer_products(layer, self._hidden)
+        )
 
     def _passing_tokens(self, mlp: MlpSpec, tokens: int) -> float:
         return sum(self._token_ring(tokens, *each) for each in _mlp_products(mlp, self._hidden))
@@ -188,26 +190,26 @@ class Torus:
 def few_tokens(seconds: Callable[[int], tuple[float, float]], most: int) -> Decision[int]:
     """Decide up to how many tokens each GPU has all of them; with more, each has some.
 
-    Compares at powers of two, from FEWEST to `most`, up to the first number where sharding them
-    is faster.
+    Compares at powers of two from FEWEST to `most`. The limit has the least sum of seconds over all
+    of them, which is where the costs cross, if they cross once.
 
     Args:
         seconds: for a number of tokens, the seconds of a layer's products with all tokens on each
             GPU, and with some.
         most: maximum number of tokens in a step.
     """
-    best, tokens, compared = 1, FEWEST, "a step has no tokens"
-    while best < most:
-        few, many = seconds(tokens)
-        compared = (
-            f"a layer's products take {_us(few)} with all {tokens} tokens on each GPU, and "
-            f"{_us(many)} with some on each"
-        )
-        if few > many:
-            return Decision(best, compared)
-        best = min(tokens, most)
-        tokens *= 2
-    return Decision(best, f"{compared}; a step has at most {most} tokens")
+    sizes = [FEWEST]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    costs = [seconds(tokens) for tokens in sizes]
+    few, many = zip(*costs, strict=True)
+    below = min(range(len(sizes) + 1), key=lambda count: sum(few[:count]) + sum(many[count:]))
+    at = sizes[min(below, len(sizes) - 1)]
+    compared = (
+        f"a layer's products take {_us(few[sizes.index(at)])} with all {at} tokens on each GPU, "
+        f"and {_us(many[sizes.index(at)])} with some on each"
+    )
+    return Decision(min(sizes[below - 1], most) if below else 1, compared)
 
 
 def _ring_link(device: Device, axes: Sequence[Axis]) -> Link:
@@ -220,8 +222,11 @@ def _ring_link(device: Device, axes: Sequence[Axis]) -> Link:
     return replace(device.link, bandwidth=device.per_chip * device.link.bandwidth)
 
 
-def _products(layer: LayerSpec, hidden: int) -> list[tuple[int, int]]:
-    """Return (columns, width) of a layer's dense products on one device, fused as in a step."""
+def layer_products(layer: LayerSpec, hidden: int) -> list[tuple[int, int]]:
+    """Return (columns, width) of a layer's dense products on one device, fused as in a step.
+
+    Those at even places begin a block, and the others end it.
+    """
     attention = layer.attention
     heads = attention.q.weight.shape[0]
     columns = heads + attention.k.weight.shape[0] + attention.v.weight.shape[0]

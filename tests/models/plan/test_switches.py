@@ -161,13 +161,24 @@ def test_few_tokens_end_where_the_costs_cross(most: int, ahead: float, slope: fl
         return 2 * slope * tokens, ahead + slope * tokens
 
     decided = few_tokens(seconds, most)
-    few, many = seconds(decided.value)
-    assert 1 <= decided.value <= most
-    assert few <= many or decided.value == 1 or decided.value == most < FEWEST
-    after = max(FEWEST, 2 * decided.value)
-    if decided.value < most:
-        few, many = seconds(after)
-        assert few > many
-        assert f"all {after} tokens" in decided.reason
-    else:
-        assert f"a step has at most {most} tokens" in decided.reason
+    sizes = [FEWEST << power for power in range(13) if FEWEST << power < 2 * most or not power]
+    assert decided.value == 1 or decided.value == most or decided.value in sizes
+    for size in sizes:
+        few, many = seconds(size)
+        if size <= decided.value:
+            assert few <= many
+        elif decided.value < most:
+            assert few >= many
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-3)), min_size=4, max_size=4))
+def test_no_other_limit_takes_less(costs: list[tuple[float, float]]) -> None:
+    table = dict(zip((16, 32, 64, 128), costs, strict=True))
+
+    def total(limit: int) -> float:
+        return sum(few if size <= limit else many for size, (few, many) in table.items())
+
+    decided = few_tokens(lambda tokens: table[tokens], 128)
+    assert total(decided.value) == pytest.approx(min(map(total, (1, *table))))
+    few, many = table[min(128, max(FEWEST, 2 * decided.value))]
+    assert seconds_in(decided.reason) == pytest.approx([few, many], rel=0.01)
