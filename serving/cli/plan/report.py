@@ -19,7 +19,7 @@ TYPES = {"MI300X": "mi300x"}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a plan is for.
+    """A plan's purpose.
 
     Attributes:
         model, load, slo: as given.
