@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.devices import DEVICES, Link
+from weft.kernels.devices import DEVICES, Link, Reached
 from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.plan import collectives
 from weft.models.plan.hardware import Slice, read_slice
 from weft.models.plan.switches import FEWEST, Torus, few_tokens
-from weft.models.plan.times import Rates
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import MlpSpec
 
 DEMO = read_spec(locate("weft-demo"))
 EXPERTS = read_spec(locate("weft-demo-moe"))
-PEAK = Rates(1.0, 1.0, 1.0, 1.0, 1.0)
+PEAK = Reached(1.0, 1.0, 1.0)
 PLACES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "v4:2x2x1")
 AT_ONCE = Link(1e21, 0.0, "torus")
 
@@ -69,9 +68,9 @@ def test_weights_travel_with_more_tokens_only() -> None:
 
 def test_with_instant_links_and_launches_the_ways_take_equally_long() -> None:
     """Both then multiply and read the same, so tokens stay on each device."""
-    device = replace(DEVICES["v5e"], link=AT_ONCE, launch=0.0)
+    device = replace(DEVICES["v5e"], link=AT_ONCE, launch=0.0, reached=PEAK)
     place = Slice(device, (2, 2))
-    of = Torus(place, Layout(4).local(DEMO), 4, "bfloat16", rates=PEAK)
+    of = Torus(place, Layout(4).local(DEMO), 4, "bfloat16")
     many, few = seconds_in(of.shards_tokens(512).reason)
     assert many == few
     assert many == pytest.approx(_products(512, 4), rel=1e-2)
@@ -94,14 +93,14 @@ def _products(tokens: int, devices: int) -> float:
 def test_a_ring_is_the_longer_of_products_and_hops() -> None:
     """With a slow link: N - 1 hops of latency and V / (2 N W), and a part of the product."""
     link = Link(1e9, 1e-3, "torus")
-    device = replace(DEVICES["v5e"], link=link, launch=0.0)
-    of = Torus(Slice(device, (2, 2)), Layout(4).local(DEMO), 4, "bfloat16", rates=PEAK)
+    device = replace(DEVICES["v5e"], link=link, launch=0.0, reached=PEAK)
+    of = Torus(Slice(device, (2, 2)), Layout(4).local(DEMO), 4, "bfloat16")
     many, few = seconds_in(of.shards_tokens(64).reason)
     payload = 64 * DEMO.hidden_size * 2
     rings, blocks = 4 * len(DEMO.layers), 2 * len(DEMO.layers)
     assert many == pytest.approx(rings * 3 * (1e-3 + payload / (2 * 4 * 1e9)), rel=0.01)
     axes = Slice(device, (2, 2)).axes
-    assert few == pytest.approx(blocks * collectives.all_reduce(payload, axes).seconds, rel=0.01)
+    assert few == pytest.approx(blocks * collectives.all_reduce(payload, axes), rel=0.01)
 
 
 def test_kernels_read_weights_again_for_each_part() -> None:
@@ -120,11 +119,11 @@ def test_kernels_read_weights_again_for_each_part() -> None:
 def test_a_ring_has_the_whole_link_of_chips_with_two_devices() -> None:
     """Half as fast a link on chips with two devices costs a ring the same."""
     link = Link(1e9, 0.0, "torus")
-    chip = replace(DEVICES["tpu7x"], link=link, launch=0.0)
+    chip = replace(DEVICES["tpu7x"], link=link, launch=0.0, reached=PEAK)
     whole = replace(chip, link=Link(2e9, 0.0, "torus"), inside=None)
 
     def ring(place: Slice) -> float:
-        of = Torus(place, Layout(4).local(DEMO), 4, "bfloat16", rates=PEAK)
+        of = Torus(place, Layout(4).local(DEMO), 4, "bfloat16")
         return seconds_in(of.shards_tokens(512).reason)[0]
 
     assert ring(Slice(chip, (1, 1, 2))) == ring(Slice(whole, (1, 1, 4)))
