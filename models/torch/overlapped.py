@@ -95,13 +95,12 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
 from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.gpu.tuning.costs import device_named
 from weft.kernels.gpu.tuning.crossover import few_rows
-from weft.kernels.gpu.tuning.products import Product, predicted, two_ways
 from weft.kernels.gpu.tuning.search import from_first_rank
 from weft.kernels.symmetric.memory import Home
-from weft.models.plan import switches
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
+from weft.models.torch.crossover import predicted_few_tokens, products_of
 from weft.models.torch.exchange import attend
 from weft.models.torch.gpu_layers import Experts, Linear
 
@@ -368,22 +367,13 @@ def few_tokens(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: int
         dtype: compute dtype.
         max_tokens: maximum number of tokens in a step.
     """
-    layer, hidden = local.layers[0], local.hidden_size
-    products = [Product(*each) for each in switches.layer_products(layer, hidden)]
-    sums = [Product(hidden, 0)] if isinstance(layer.feed_forward, MoeSpec) else []
-    begins, ends = products[::2], products[1::2]
-    if (tuned := few_rows(home, begins, ends, dtype, sums)) is not None:
+    products = products_of(local)
+    if (tuned := few_rows(home, *products, dtype)) is not None:
         logger.debug("up to %d tokens are on all GPUs: the tuning file says so", tuned)
         return tuned
-    ways = two_ways(home.world_size, begins, ends, sums)
-    name = str(dtype).removeprefix("torch.")
     device = device_named(from_first_rank(home, lambda: home.device_name))
-
-    def seconds(tokens: int) -> tuple[float, float]:
-        few, many = (predicted(way, tokens, name, device) for way in ways)
-        return few, many
-
-    decided = switches.few_tokens(seconds, max_tokens)
+    name = str(dtype).removeprefix("torch.")
+    decided = predicted_few_tokens(device, home.world_size, products, name, max_tokens)
     logger.debug("up to %d tokens are on all GPUs: %s", decided.value, decided.reason)
     return decided.value
 

@@ -20,8 +20,8 @@ def few_rows(
     home: Home,
     begins: Sequence[Product],
     ends: Sequence[Product],
+    sums: Sequence[Product],
     dtype: torch.dtype,
-    sums: Sequence[Product] = (),
     path: Path | None = None,
 ) -> int | None:
     """Find the maximum number of rows for which the first way is faster. Collective.
@@ -32,8 +32,8 @@ def few_rows(
         home: this rank's home.
         begins: all products of a layer that take all rows and own columns.
         ends: all products of a layer that are summed over the ranks.
-        dtype: operand dtype.
         sums: what ranks exchange for experts; see `two_ways`.
+        dtype: operand dtype.
         path: tuning file; tuned.default_path() if None.
 
     Returns:

@@ -69,7 +69,7 @@ def two_ways(
     world_size: int,
     begins: Sequence[Product],
     ends: Sequence[Product],
-    sums: Sequence[Product] = (),
+    sums: Sequence[Product],
 ) -> tuple[Way, Way]:
     """Return the ops for few rows, and those for many.
 

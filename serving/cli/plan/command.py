@@ -38,7 +38,6 @@ FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--load",
-    required=True,
     metavar="LOAD",
     help="in=TOKENS,out=TOKENS,rate=R (requests/s) or users=N; hit=SHARE of prompt tokens in the "
     "prefix cache; TOKENS is 128, 64-256 (uniform) or ~200 (exponential); or log=FILE",
@@ -55,6 +54,10 @@ FILE = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
 @click.option("--values", is_flag=True, help="write Helm values for the first row")
 @click.option("--explain", is_flag=True, help="write the first row's formulas with their numbers")
+@click.option("--tp", type=click.IntRange(1), metavar="N", help="only layouts with this --tp")
+@click.option(
+    "--why", is_flag=True, help="write the decisions that weft makes for --tp, with their costs"
+)
 @click.option(
     "--plot", metavar="FILE", type=FILE, help="draw latency, price and a step's time (.svg, .png)"
 )
@@ -75,12 +78,14 @@ FILE = click.Path(path_type=Path)
 def make_plan(
     settings: Settings,
     places: str,
-    load: str,
+    load: str | None,
     slo: str,
     devices: Path | None,
     as_json: bool,
     values: bool,
     explain: bool,
+    tp: int | None,
+    why: bool,
     plot: Path | None,
     simulate: int | None,
     routing: str,
@@ -94,20 +99,28 @@ def make_plan(
     weft plan Qwen/Qwen3-32B --for h100:8 --load in=1000,out=200,rate=8
     weft plan Qwen/Qwen3-8B --for v5e:2x4,l40s:4 --load in=500,out=~200,users=64 --slo itl=0.05
     weft plan ./CHECKPOINT --for h100:8 --load in=1000,out=200,rate=8 --values > values.yaml
+    weft plan Qwen/Qwen3-8B --for v5e:2x4 --tp 8 --why
     """
     from weft.serving.cli.plan import report
+    from weft.serving.cli.plan.why import decisions
     from weft.serving.executor.fetch import fetch
 
-    if sum((as_json, values, explain)) > 1:
-        raise ConfigError("give one of --json, --values and --explain")
+    if sum((as_json, values, explain, why)) > 1:
+        raise ConfigError("give one of --json, --values, --explain and --why")
+    if load is None and not why:
+        raise ConfigError("--load is missing; give one such as in=1000,out=200,rate=8, or --why")
     if plot is not None:
         check_file(plot, "--plot")
         check_plot(plot)
     known = DEVICES if devices is None else read_devices(devices)
     slices = [read_slice(each.strip(), known) for each in places.split(",")]
-    wanted, objective = Load.parse(load), Objective.parse(slo) if slo else Objective()
     config = asyncio.run(fetch(settings.build(EngineConfig), weights=False))
     spec = read_spec(locate(config.model, config.revision))
+    if load is None or why:
+        dtype, most = spec.compute_dtype(config.dtype), config.max_num_batched_tokens
+        print("\n".join(decisions(spec, place, tp, dtype, most) for place in slices))
+        return 0
+    wanted, objective = Load.parse(load), Objective.parse(slo) if slo else Objective()
     limits = Limits(
         max_model_len=_context(config, spec.max_model_len),
         max_num_seqs=config.max_num_seqs,
@@ -116,6 +129,11 @@ def make_plan(
         memory_fraction=config.memory_fraction,
     )
     found, misfits = _choices(slices, spec, limits, config.dtype)
+    if tp is not None:
+        fitting = ", ".join(map(str, sorted({choice.layout.tp for choice in found})))
+        found = [choice for choice in found if choice.layout.tp == tp]
+        if not found:
+            raise ConfigError(f"--tp is {tp}; on {places} it must be one of {fitting}")
     rows = plan(found, wanted, objective, limits)
     if simulate is not None:
         from weft.serving.cli.plan.simulated import simulated

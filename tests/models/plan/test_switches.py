@@ -31,7 +31,7 @@ def torus(place: str = "v5e:2x2", **options: object) -> Torus:
 
 
 def seconds_in(reason: str) -> list[float]:
-    """The milliseconds and microseconds that a reason tells of."""
+    """The seconds in a reason."""
     units = {"ms": 1e-3, "us": 1e-6}
     found = re.findall(r"([0-9.e+-]+) (ms|us)\b", reason)
     return [float(number) * units[unit] for number, unit in found]
@@ -41,7 +41,7 @@ def seconds_in(reason: str) -> list[float]:
 def test_tokens_are_sharded_where_that_is_cheaper(place: str, parts: int, in_kernels: bool) -> None:
     decided = torus(place, in_kernels=in_kernels).shards_tokens(8 * parts)
     many, few = seconds_in(decided.reason)
-    assert decided.value == (many < few) or many == few  # in the three digits that are told
+    assert decided.value == (many < few) or many == few  # a reason has three digits
     assert f"all {8 * parts} on each" in decided.reason
 
 

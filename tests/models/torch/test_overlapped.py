@@ -14,14 +14,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.costs import Config, device_named
-from weft.kernels.gpu.tuning.products import Product, Way, predicted, two_ways
+from weft.kernels.gpu.tuning.products import Way, predicted, two_ways
 from weft.kernels.gpu.tuning.table import Entry, key_of
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.counting import CountingHome
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import locate, read_spec
-from weft.models.plan.switches import layer_products
 from weft.models.spec.layout import Layout
+from weft.models.torch.crossover import products_of
 from weft.models.torch.gpu_model import GpuModel
 from weft.models.torch.overlapped import Overlapped, few_tokens
 from weft.models.torch.runner import TorchRunner
@@ -59,10 +59,9 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 def ways_of(model: str, size: int) -> tuple[Way, Way]:
     """Both ways of a layer's products and its experts' exchange."""
-    local = Layout(size).local(read_spec(locate(model)))
-    products = [Product(*each) for each in layer_products(local.layers[0], local.hidden_size)]
-    sums = [Product(local.hidden_size, 0)] if "moe" in model else []
-    return two_ways(size, products[::2], products[1::2], sums)
+    products = products_of(Layout(size).local(read_spec(locate(model))))
+    assert bool(products.sums) == ("moe" in model)
+    return two_ways(size, *products)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -13,6 +13,8 @@ from weft.errors import ConfigError
 from weft.models.checkpoint.locate import read_spec
 from weft.models.jax.aot import Compiled
 from weft.models.jax.overlap import Collective
+from weft.models.plan.choices import Limits, choices
+from weft.models.plan.hardware import read_slice
 from weft.serving.cli import compile
 from weft.serving.config.settings import EngineConfig
 
@@ -62,6 +64,24 @@ def test_the_smallest_slice_that_fits_is_named(
     if tp > 1:
         with pytest.raises(ConfigError):
             compile._ledger(CONFIG, spec, "bfloat16", 2048, "v5e", tp // 2)
+
+
+def test_the_planner_divides_a_chip_as_the_compiler_does(tmp_path: Path) -> None:
+    """The sampler's state has its memory in both."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    spec = read_spec(tmp_path)
+    config = replace(CONFIG, max_num_seqs=4096, max_num_batched_tokens=4096)
+    limits = Limits(
+        max_model_len=8192,
+        max_num_seqs=4096,
+        max_num_batched_tokens=4096,
+        block_size=config.block_size,
+        memory_fraction=config.memory_fraction,
+    )
+    found = choices(spec, read_slice("v5e:2x2"), limits, dtype="bfloat16")
+    (four,) = (choice for choice in found if choice.layout.tp == 4)
+    assert four.ledger == compile._ledger(config, spec, "bfloat16", 8192, "v5e", 4)
+    assert four.ledger.tokens < 4096 * 8192
 
 
 def test_no_slice_is_named_for_a_model_that_does_not_divide(tmp_path: Path) -> None:

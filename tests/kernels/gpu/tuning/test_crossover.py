@@ -36,7 +36,7 @@ def write(path: Path, times: dict[int, tuple[float, float, float, float]]) -> No
 
 
 def found(path: Path, dtype: torch.dtype = torch.bfloat16) -> int | None:
-    return few_rows(CountingHome(4, "GPU"), [BEGIN], [END], dtype, path=path)
+    return few_rows(CountingHome(4, "GPU"), [BEGIN], [END], [], dtype, path)
 
 
 def test_up_to_where_both_ways_take_equally_long(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_nothing_is_said_without_all_of_the_times(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     assert found(path) is None
     write(path, {16: (4.0, 5.0, 6.0, 7.0)})
-    assert few_rows(CountingHome(4, "GPU"), [BEGIN, END], [END], torch.bfloat16, path=path) is None
-    assert few_rows(CountingHome(2, "GPU"), [BEGIN], [END], torch.bfloat16, path=path) is None
+    assert few_rows(CountingHome(4, "GPU"), [BEGIN, END], [END], [], torch.bfloat16, path) is None
+    assert few_rows(CountingHome(2, "GPU"), [BEGIN], [END], [], torch.bfloat16, path) is None
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
