@@ -31,7 +31,7 @@ class Arrival(NamedTuple):
         time: arrival in seconds, from 0.
         prompt: number of tokens in the prompt.
         answer: number of tokens in the answer.
-        prefix: number of first tokens of the prompt that all requests of its group share.
+        prefix: number of first prompt tokens in common with the group.
         group: the group's number.
     """
 

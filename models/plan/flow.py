@@ -1,4 +1,4 @@
-"""Steps of an engine under a load, for each number of requests that decode at the same time."""
+"""An engine's steps under a load, for each number of decodes at the same time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Flow:
     Attributes:
         index: index of the number of decodes in the table.
         decodes: their number.
-        tokens: prompt tokens in a step that has any.
-        mixed: number of these steps.
-        share: share of time that they take, at most 1.
-        steps: number of all steps.
-        entering: number of prompts that are computed; below the rate if there is no more room.
-        ends: number of requests that end.
-        together: mean number of prompts that arrive during a step.
+        tokens: prompt tokens in a step with any.
+        mixed: steps with prompt tokens.
+        share: their share of the time, at most 1.
+        steps: all steps.
+        entering: computed prompts; below the rate if there is no more room.
+        ends: ends of requests.
+        together: mean number of arrivals during a step; not per second.
     """
 
     index: int

@@ -74,7 +74,7 @@ class Lengths:
         return self.mean**2 + ((self.high - self.low + 1) ** 2 - 1) / 12
 
     def quantile(self, share: float) -> float:
-        """Return the length that this share of the lengths does not exceed, 0 < share < 1."""
+        """Return the length at a share of the distribution, 0 < share < 1."""
         if self.recorded:
             return self.recorded[int(share * len(self.recorded))]
         if self.exponential:

@@ -1,12 +1,12 @@
-"""The load that a plan has to serve, and the latency that it has to keep.
+"""A plan's load, and limits on its latency.
 
     in=1000,out=200,rate=8             8 requests per second, at random times
     in=500-1500,out=~200,rate=8,hit=0.3,groups=20
     in=1000,out=200,users=64           each user asks again at once after each answer
     log=requests.jsonl,hit=0.3         recorded requests
 
-`hit` is the share of prompt tokens that the prefix cache serves. Each prompt begins with this share
-of its tokens in common with all prompts of its group.
+`hit` is the prefix cache's share of the prompt tokens. The prompts in a group have this share of
+their tokens in common, at the beginning.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Load:
         answer: lengths of the answers.
         rate: requests per second, as a Poisson process; None in a closed loop.
         users: number of users in a closed loop; None at a fixed rate.
-        hit: share of prompt tokens that the prefix cache serves, in [0, 1).
-        groups: number of different beginnings that prompts have.
+        hit: the prefix cache's share of the prompt tokens, in [0, 1).
+        groups: number of different beginnings.
         recorded: the requests of a log.
     """
 

@@ -1,18 +1,18 @@
-"""An engine under a load that does not change: latency, throughput, and the largest rate.
+"""An engine under a constant load: latency, throughput, and the largest rate.
 
 The formulas are approximations from queueing theory. docs/plan.md has their error against
 simulations of the real scheduler.
 
-- Requests that decode are a queue with processor sharing: each of N requests gets one token in each
-  step. Its distribution depends on lengths by their mean only (Kelly 1979, section 3.3): the
-  probability of N + 1 is that of N times the rate of arrivals, over the rate of ends. By Little's
-  law, N requests end N * (steps per second) / (tokens after the first) times a second.
+- Decoding requests are a queue with processor sharing: N requests get one token each in a step. The
+  distribution of N needs only mean lengths (Kelly 1979, section 3.3):
+  P(N + 1) = P(N) * (arrivals per second) / (ends per second). By Little's law, there are
+  N * (steps per second) / (tokens after the first) ends per second.
 - Steps per second, with N decodes: prompts that arrive during a step share a later one, up to the
   step's token budget. The remaining time goes to steps with decodes alone.
-- The KV cache and `max_num_seqs` bound N. Further requests wait, as in M/M/1.
-- A request finds N as time does (Wolff 1982). The core reads it at the end of the step that runs,
-  when the next step is already submitted, so it waits for both. Then its own prompt is computed,
-  together with prompts that came in the same step, after prompts that found no room before.
+- The KV cache and `max_num_seqs` bound N. Further requests wait, as in M/G/c (Allen and Cunneen).
+- A request finds N as time does (Wolff 1982). The core reads it when the running step ends. The
+  next step is already submitted then, so the request waits for both. Its prompt is computed with
+  those from the same step, after prompts without room before.
 - Preemption is not modelled.
 """
 
@@ -30,7 +30,7 @@ from weft.models.plan.step_table import StepSeconds, StepTable
 
 CLOSE = 1e-3  # relative error of a rate
 NEGLIGIBLE = 1e-5  # probability
-PARTS = 4  # points that stand for the rest of a step
+PARTS = 4  # points for the rest of a step
 MANY = 10  # prompts in a step
 
 Weighted = list[tuple[float, float]]
@@ -39,7 +39,7 @@ SHARES: Weighted = [
     *((0.1, 0.2), (0.3, 0.2), (0.5, 0.2), (0.7, 0.2)),
     *((0.87, 0.14), (0.955, 0.03), (0.98, 0.02), (0.995, 0.01)),
 ]
-"""Quantiles that stand for a distribution, denser at its tail."""
+"""Quantiles for a distribution, denser at its tail: (share, weight)."""
 EXPONENTIAL: Weighted = [(-math.log1p(-share), part) for share, part in SHARES]
 """The same for an exponential distribution with mean 1."""
 
@@ -61,31 +61,6 @@ class Steady:
     utilisation: float
     mean_decodes: float
     latency: Latency
-
-
-@dataclass(frozen=True, slots=True)
-class _Flow:
-    """Steps of an engine while the number of decodes is `decodes`.
-
-    Attributes:
-        index: index of the number of decodes in the table.
-        decodes: their number.
-        mixed: steps with prompt tokens per second.
-        tokens: prompt tokens in each of them.
-        share: share of time that they take, at most 1.
-        steps: all steps per second.
-        entering: prompts per second that are computed; below the rate if there is no more room.
-        together: mean number of prompts that arrive during a step.
-    """
-
-    index: int
-    decodes: int
-    mixed: float
-    tokens: float
-    share: float
-    steps: float
-    entering: float
-    together: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +93,7 @@ def steady_state(
         step_seconds: predicted seconds for a step, above 0.
         max_num_seqs: maximum number of running requests.
         max_num_batched_tokens: maximum number of tokens in a step.
-        kv_tokens: number of tokens that the KV cache holds.
+        kv_tokens: the KV cache's size in tokens.
 
     Raises:
         ConfigError: the rate is too high, or the KV cache does not hold a request.
@@ -154,8 +129,7 @@ def largest_rate(
 
     Args:
         load: lengths and prefix hits; its rate or users do not count.
-        objective: limits on latency; without limits, the largest rate that the engine keeps up
-            with.
+        objective: limits on latency; without limits, capacity is the only one.
         step_seconds, max_num_seqs, max_num_batched_tokens, kv_tokens: see `steady_state`.
 
     Raises:
@@ -195,13 +169,13 @@ def _keeps_up(table: StepTable, rate: float) -> bool:
 
 
 def _open(table: StepTable, load: Load, rate: float) -> Steady:
-    """Return the steady state at a rate that the engine keeps up with."""
+    """Return the steady state at a rate below capacity."""
     flows = [Flow.of(table, index, rate) for index in range(len(table.decodes))]
     weights, taken = distribution(flows)
     states = [_State(flow, weight) for flow, weight in zip(flows, weights, strict=True)]
     last = flows[-1]
     if taken:
-        # As in M/M/1, times a factor for M/G/c: Allen 1990, section 5.3.4.
+        # As in M/M/c, times the factor for M/G/c by Allen and Cunneen (Allen 1990).
         answer = load.answer
         spread = answer.mean_square / answer.mean**2 / 2
         wait = spread / max(last.ends - last.entering, CLOSE * rate)
@@ -238,7 +212,7 @@ def _between(table: StepTable, rate: float) -> list[_State]:
 
 
 def _figures(table: StepTable, load: Load, rate: float, states: Sequence[_State]) -> Steady:
-    """Return the figures for states whose weights add up to 1."""
+    """Return the figures for states; their weights add up to 1."""
     first: Weighted = []
     gaps: Weighted = []
     steps = sum(state.weight * state.flow.steps for state in states)
@@ -300,10 +274,10 @@ def _first_tokens(
 
 
 def _before(table: StepTable, load: Load, flow: Flow, rate: float) -> Weighted:
-    """Return prompt tokens that found no room in earlier steps, with their probabilities.
+    """Return prompt tokens without room in earlier steps, with their probabilities.
 
     If steps were always full, the backlog would be that of M/G/1 (Pollaczek-Khinchine). It is empty
-    if all prompts that arrive during a step fit in one, so its probability falls with their number.
+    if all prompts from one step fit in the next, so its probability falls with their number.
     """
     room = table.room(flow.index)
     busy = min(0.99, rate * table.prompt / room * table.seconds(flow.index, room))

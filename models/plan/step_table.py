@@ -1,4 +1,4 @@
-"""Seconds of an engine's steps under a load, by number of decodes and of prompt tokens."""
+"""Seconds for an engine's steps under a load, by decodes and prompt tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StepSeconds = Callable[[Batch], float]
 
 
 class StepTable:
-    """Seconds of steps, from a cost model that is asked at about 300 points.
+    """Seconds for steps, from about 300 questions to a cost model.
 
     Between the points, seconds are linear in the number of prompt tokens. Contexts
     are means over tokens; a decode's has the prompt and the answer so far.
@@ -23,7 +23,7 @@ class StepTable:
         step_seconds: predicted seconds for a step, above 0.
         max_num_seqs: maximum number of running requests.
         max_num_batched_tokens: maximum number of tokens in a step.
-        kv_tokens: number of tokens that the KV cache holds.
+        kv_tokens: the KV cache's size in tokens.
 
     Attributes:
         prompt: mean number of prompt tokens to compute in a request.
@@ -57,7 +57,7 @@ class StepTable:
                 f"the KV cache has {kv_tokens} tokens; --load needs {shared + held:.0f} for shared "
                 "prefixes and one request"
             )
-        # One token of a step is left for prompts, which otherwise would wait for ever.
+        # One token in a step is left for prompts. Otherwise they would wait for ever.
         most = min(max_num_seqs, running, max(1, max_num_batched_tokens - 1))
         self.decodes = [*_steps_of_half(most), most] if self.follow else [0]
         self._tokens = [*_steps_of_half(max_num_batched_tokens, 16), max_num_batched_tokens]

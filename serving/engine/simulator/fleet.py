@@ -1,4 +1,4 @@
-"""A simulated day: engines behind a router, each with the real scheduler, on one virtual clock."""
+"""Engines behind a router on one virtual clock, each with the real scheduler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Simulated:
         requests: all requests, by the ends of their answers.
         gaps: times between the tokens of an answer.
         seconds: virtual time from 0 to the last end.
-        busy: share of this time in which an engine runs a step, mean over all engines.
+        busy: share of this time with a running step, mean over all engines.
         steps: number of steps, on all engines.
     """
 
@@ -68,13 +68,13 @@ class Simulated:
 
     @property
     def cached(self) -> float:
-        """Share of prompt tokens that the prefix cache served."""
+        """The prefix cache's share of the prompt tokens."""
         prompts = sum(request.asked.prompt for request in self.requests)
         return sum(request.cached for request in self.requests) / prompts
 
     @property
     def mean_live(self) -> float:
-        """Mean number of requests that have arrived and have not ended."""
+        """Mean number of live requests, queued ones included."""
         return sum(request.last - request.arrival for request in self.requests) / self.seconds
 
     @property

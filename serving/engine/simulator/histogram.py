@@ -1,4 +1,4 @@
-"""Counts of times in bins that are 0.5% wide, so that a day of them takes little memory."""
+"""Counts of times, in bins with a width of 0.5%. So a day's times take little memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Histogram:
         return self._counts.total()
 
     def quantile(self, share: float) -> float:
-        """Return a time that this share of the times does not exceed, within 0.25%; 0 if empty."""
+        """Return the time at a share of the counts, within 0.25%; 0 if empty."""
         left = math.ceil(share * self.total)
         for index in sorted(self._counts):
             left -= self._counts[index]

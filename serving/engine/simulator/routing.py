@@ -1,4 +1,4 @@
-"""Policies that choose an engine for each request.
+"""Policies to choose an engine for each request.
 
     random          any engine, with equal chances
     least-loaded    an engine with the fewest requests; of equals, the least recently used

@@ -44,12 +44,12 @@ class Served:
 
     Attributes:
         asked: the request.
-        engine: number of the engine that served it.
+        engine: its engine's number.
         arrival: time of its arrival; in a closed loop, the user's previous answer ended then.
         first: time of the first token.
         last: time of the newest token; the end of the answer, once it has ended.
         tokens: number of tokens in the answer so far.
-        cached: number of prompt tokens that the prefix cache served.
+        cached: number of prompt tokens from the prefix cache.
     """
 
     asked: Arrival
@@ -84,7 +84,7 @@ class VirtualEngine:
 
     Attributes:
         next_turn: time of the next call to `turn`; infinite while there is no work.
-        busy: seconds during which finished steps ran.
+        busy: seconds of finished steps.
         steps: number of finished steps.
         gaps: times between the tokens of an answer.
     """
@@ -118,13 +118,8 @@ class VirtualEngine:
         self._spans: list[tuple[float, int]] = []
 
     def add(self, asked: Arrival, now: float) -> None:
-        """Let a request arrive now; no turn may be due before.
-
-        Raises:
-            RequestError: the request can never run.
-        """
-        served = Served(asked, self.number, now)
-        self._inbox.append(served)
+        """Let a request arrive now; no turn may be due before."""
+        self._inbox.append(Served(asked, self.number, now))
         if self._ends:  # read it after the step that runs now, as without a leap
             passed = min(bisect_left(self._ends, now), len(self._ends) - 2)
             del self._ends[passed + 2 :]
