@@ -14,6 +14,7 @@ from weft.models.plan.choices import Choice, Limits, choices
 from weft.models.plan.hardware import Slice, read_devices, read_slice
 from weft.models.plan.load import Load, Objective
 from weft.models.plan.plan import plan
+from weft.models.spec.spec import ModelSpec
 from weft.serving.cli.files import check_file, check_plot, write_whole
 from weft.serving.cli.options import TopicCommand, takes
 from weft.serving.config.settings import EngineConfig
@@ -36,7 +37,6 @@ FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--load",
-    required=True,
     metavar="LOAD",
     help="in=TOKENS,out=TOKENS,rate=R (requests/s) or users=N; hit=SHARE of prompt tokens in the "
     "prefix cache; TOKENS is 128, 64-256 (uniform) or ~200 (exponential); or log=FILE",
@@ -56,17 +56,24 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--plot", metavar="FILE", type=FILE, help="draw latency, price and a step's time (.svg, .png)"
 )
+@click.option(
+    "--calibrate",
+    metavar="LOG,...",
+    default="",
+    help="fit the slice's constants to logs of weft serve --step-log; writes TOML for --devices",
+)
 @takes(EngineConfig, model=True, only=SETTINGS)
 def make_plan(
     settings: Settings,
     places: str,
-    load: str,
+    load: str | None,
     slo: str,
     devices: Path | None,
     as_json: bool,
     values: bool,
     explain: bool,
     plot: Path | None,
+    calibrate: str,
 ) -> int:
     """Plan how to serve MODEL: layouts, speed, price.
 
@@ -77,9 +84,9 @@ def make_plan(
     weft plan Qwen/Qwen3-32B --for h100:8 --load in=1000,out=200,rate=8
     weft plan Qwen/Qwen3-8B --for v5e:2x4,l40s:4 --load in=500,out=~200,users=64 --slo itl=0.05
     weft plan ./CHECKPOINT --for h100:8 --load in=1000,out=200,rate=8 --values > values.yaml
+    weft plan ./CHECKPOINT --for cpu:1 --calibrate steps.jsonl > mine.toml
     """
     from weft.serving.cli.plan import report
-    from weft.serving.executor.fetch import fetch
 
     if sum((as_json, values, explain)) > 1:
         raise ConfigError("give one of --json, --values and --explain")
@@ -88,9 +95,12 @@ def make_plan(
         check_plot(plot)
     known = DEVICES if devices is None else read_devices(devices)
     slices = [read_slice(each.strip(), known) for each in places.split(",")]
+    if calibrate:
+        return _calibrate(settings.build(EngineConfig), slices, load, calibrate)
+    if load is None:
+        raise ConfigError("--load is missing; give one such as in=1000,out=200,rate=8")
     wanted, objective = Load.parse(load), Objective.parse(slo) if slo else Objective()
-    config = asyncio.run(fetch(settings.build(EngineConfig), weights=False))
-    spec = read_spec(locate(config.model, config.revision))
+    config, spec = _read_model(settings.build(EngineConfig))
     limits = Limits(
         max_model_len=_context(config, spec.max_model_len),
         max_num_seqs=config.max_num_seqs,
@@ -115,6 +125,28 @@ def make_plan(
         write_whole(plot, lambda path: draw(rows, asked, path))
     form = report.document if as_json else report.helm if values else report.table
     print(report.formulas(rows[0], wanted) if explain else form(rows, asked, objective))
+    return 0
+
+
+def _read_model(config: EngineConfig) -> tuple[EngineConfig, ModelSpec]:
+    """Return the settings with the model's place, and its specification."""
+    from weft.serving.executor.fetch import fetch
+
+    config = asyncio.run(fetch(config, weights=False))
+    return config, read_spec(locate(config.model, config.revision))
+
+
+def _calibrate(config: EngineConfig, slices: list[Slice], load: str | None, logs: str) -> int:
+    """Print constants from logs."""
+    from weft.serving.cli.plan.calibrate import calibrate
+
+    if load is not None:
+        raise ConfigError("give one of --load and --calibrate")
+    if len(slices) > 1:
+        raise ConfigError(f"--for has {len(slices)} slices; with --calibrate it must have one")
+    paths = [Path(log.strip()) for log in logs.split(",")]
+    _, spec = _read_model(config)
+    print(calibrate(paths, config.model, spec, slices[0]))
     return 0
 
 
