@@ -114,8 +114,8 @@ KINDS = {
     "Anthropic messages, few": Kind(MESSAGES, '"max_tokens":9,"messages":[', _HI, "]}", _FEW),
     "tools, few": Kind(
         CHAT,
-        f'"max_tokens":4,"messages":[{_HI}],"tools":[',
-        '{"type":"function","function":{"name":"f"}}',
+        f'"messages":[{_HI}],"tools":[',
+        '{"type":"function","function":{"name":"f","description":"1234567890"}}',
         "]}",
         _FEW // 2,
     ),

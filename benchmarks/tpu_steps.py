@@ -4,6 +4,7 @@
     python benchmarks/tpu_steps.py --model llama --target v5e:2x4 --kernels overlapped --json
 
 The step is the largest of an engine with 8 requests and 512 tokens; the models have two layers.
+Its tokens are sharded between blocks, even if the planner finds that dearer (models/plan/switches).
 Each is compiled in a process of its own, as libtpu describes one kind of TPU in each.
 """
 
@@ -18,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -86,6 +88,7 @@ def compile_step(
     from weft.models.jax.mesh import make_mesh
     from weft.models.jax.overlap import collectives, mosaic_kernels
     from weft.models.jax.program import Program
+    from weft.models.plan.switches import Decision, Torus
     from weft.models.spec.layout import Layout
 
     config, ep = MODELS[model]
@@ -95,14 +98,16 @@ def compile_step(
     tp = len(devices)
     sizes: dict[str, Any] = {"max_num_seqs": 8, "block_size": 16}
     bucket = Buckets(max_num_batched_tokens=512, max_model_len=2048, **sizes).all()[0]
-    program = Program(
-        *(spec, Layout(tp, ep), make_mesh(devices, tp, ep)),
-        dtype="bfloat16",
-        num_blocks=1024,
-        buckets=[bucket],
-        kernels=kernels,
-        **sizes,
-    )
+    sharded = Decision(True, "measured here")
+    with mock.patch.object(Torus, "shards_tokens", return_value=sharded):
+        program = Program(
+            *(spec, Layout(tp, ep), make_mesh(devices, tp, ep)),
+            dtype="bfloat16",
+            num_blocks=1024,
+            buckets=[bucket],
+            kernels=kernels,
+            **sizes,
+        )
     began = time.perf_counter()
     compiled = program.compile_forward(bucket)
     seconds = time.perf_counter() - began

@@ -27,10 +27,11 @@ import numpy as np
 
 from peers.contestants import MODEL
 from peers.process import Contender, PeerError
+from weft.models.plan.lengths import Lengths
 from weft.serving.cli.bench.client import Client
 from weft.serving.cli.bench.report import Report, Target
 from weft.serving.cli.bench.run import Benchmark, measure
-from weft.serving.cli.bench.workload import Lengths, Turn, Workload
+from weft.serving.cli.bench.workload import Turn, Workload
 
 Figures = dict[str, float]
 _ASKED = {"ignore_eos": True, "temperature": 0.0}

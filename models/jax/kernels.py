@@ -40,9 +40,6 @@ from weft.models.spec.spec import ModelSpec
 
 Choice = Literal["auto", "overlapped", "plain"]
 
-MIN_SHARD_TOKENS = 32
-"""Minimum number of tokens per device for sharding them; fewer do not hide a hop."""
-
 HEAD_UNIT, BLOCK_UNIT = 64, 16
 """Attention kernels need multiples of these: elements in a head, and tokens in a block."""
 
@@ -73,22 +70,14 @@ class Shape:
     Attributes:
         decodes: whether each request has at most one token.
         sharded: whether each device has some of the tokens between blocks.
-    kernels: the choice of kernels.
+        weights_travel: whether a dense MLP's weights go round, and these tokens stay.
+        kernels: the choice of kernels.
     """
 
     decodes: bool
     sharded: bool
+    weights_travel: bool = False
     kernels: Kernels = Kernels()
-
-
-def shards_tokens(tokens: int, devices: int) -> bool:
-    """True if a step with this number of tokens shards them."""
-    return devices > 1 and tokens % (2 * devices) == 0 and tokens >= MIN_SHARD_TOKENS * devices
-
-
-def gathers_weights(tokens: int, width: int) -> bool:
-    """True if moving an MLP's three matrices takes fewer bytes than moving its tokens twice."""
-    return 2 * tokens > 3 * width
 
 
 def choose_kernels(
@@ -99,6 +88,7 @@ def choose_kernels(
     on_tpu: bool,
     block_size: int,
     tokens: int,
+    sharded: bool,
     table_entries: int,
 ) -> Kernels:
     """Choose the kernels for a step.
@@ -110,15 +100,12 @@ def choose_kernels(
         on_tpu: whether the devices are TPUs.
         block_size: tokens in a cache block.
         tokens: the step's tokens.
+        sharded: whether each device has some of them between blocks.
         table_entries: entries in its block tables.
     """
     if choice == "plain" or (choice == "auto" and not on_tpu):
         return Kernels()
-    rings = (
-        choice == "overlapped"
-        and shards_tokens(tokens, layout.tp)
-        and tokens % (TOKEN_UNIT * layout.tp) == 0
-    )
+    rings = choice == "overlapped" and sharded and tokens % (TOKEN_UNIT * layout.tp) == 0
     return Kernels(
         attention=spec.head_dim % HEAD_UNIT == 0
         and block_size % BLOCK_UNIT == 0

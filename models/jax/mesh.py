@@ -18,6 +18,8 @@ import jax
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from weft.kernels.devices import DEVICES
+from weft.models.plan.hardware import Slice, read_slice
 from weft.models.spec.spec import Axis, WeightSpec
 
 EXPERT, WIDTH = "expert", "width"
@@ -38,10 +40,41 @@ MESH_AXES: dict[Axis, str | tuple[str, str] | None] = {
 
 REPLICATED = PartitionSpec()
 
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5": "v5p",
+    "TPU v5 lite": "v5e",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "tpu7x",
+}
+"""The planner's name for each kind of device that jax names."""
+
+INTERPRETED = "v5e"
+"""What a CPU stands for."""
+
 
 def make_mesh(devices: Sequence[Any], tp: int, ep: int) -> Mesh:
     """Make the mesh [ep, tp / ep] from the first `tp` devices; neighbouring TPUs are linked."""
     return Mesh(create_device_mesh((ep, tp // ep), devices[:tp]), TENSOR)
+
+
+def slice_of(mesh: Mesh) -> Slice:
+    """Return the part of a slice that a mesh covers, for the planner.
+
+    CPUs, unknown chips and devices that fill no block of the slice count as the smallest slice with
+    as many devices, or as a line.
+    """
+    devices = list(mesh.devices.flat)
+    device = DEVICES[KINDS.get(devices[0].device_kind, INTERPRETED)]
+    if devices[0].platform == "tpu":
+        along = zip(*(each.coords for each in devices), strict=True)
+        sides = [max(axis) - min(axis) + 1 for axis in along][: len(device.shapes[0].split("x"))]
+        block = Slice(device, tuple(sides))
+        if block.devices == len(devices):
+            return block
+    known = (read_slice(f"{device.name}:{shape}") for shape in device.shapes)
+    line = (1,) * device.shapes[0].count("x") + (-(-len(devices) // device.per_chip),)
+    return next((each for each in known if each.devices == len(devices)), Slice(device, line))
 
 
 def partition(weight: WeightSpec) -> PartitionSpec:

@@ -25,7 +25,7 @@ from weft.models.jax.collectives import (
     weight_gathered_mlp,
 )
 from weft.models.jax.experts import gated, run_experts
-from weft.models.jax.kernels import Shape, gathers_weights
+from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
 from weft.models.spec.spec import AttentionSpec, ModelSpec, MoeSpec
@@ -178,9 +178,8 @@ def _attend(
 
 def _feed_forward(spec: ModelSpec, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
     """down(silu(gate(norm(x))) * up(norm(x)))."""
-    normed, devices = rms_norm(x, own.norm, spec.norm_eps), lax.axis_size(TENSOR)
-    moves_tokens = shape.sharded and not shape.kernels.products
-    if moves_tokens and gathers_weights(devices * len(x), devices * own.down.weight.shape[0]):
+    normed = rms_norm(x, own.norm, spec.norm_eps)
+    if shape.weights_travel:
         gate, up = jnp.split(own.gate_up.weight, 2, axis=1)
         bias = own.gate_up.bias
         gate_bias, up_bias = (None, None) if bias is None else jnp.split(bias, 2)

@@ -16,6 +16,7 @@ it touches an array.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,19 +28,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from weft.models.jax import sampler
 from weft.models.jax.buckets import Bucket
-from weft.models.jax.kernels import (
-    Choice,
-    Shape,
-    choose_kernels,
-    interpreting_on_cpu,
-    shards_tokens,
-)
-from weft.models.jax.mesh import REPLICATED, TENSOR, described
+from weft.models.jax.kernels import Choice, Shape, choose_kernels, interpreting_on_cpu
+from weft.models.jax.mesh import REPLICATED, TENSOR, described, slice_of
 from weft.models.jax.model import Batch, Cache, forward, head, rms_norm
 from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
 from weft.models.jax.sampler import MASKS, Rows, Sampled, Scores, State
+from weft.models.plan.switches import Torus
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 SCORED_ROWS = 64
 """Number of prompt tokens with their logits in memory at once."""
@@ -95,6 +93,10 @@ class Program:
         self._buckets = buckets
         self._dtype = np.dtype(DTYPES[dtype])
         self._slots = max_num_seqs
+        in_kernels = kernels == "overlapped"
+        place = slice_of(mesh)
+        self._torus = Torus(place, self._local, layout.tp, dtype, in_kernels=in_kernels)
+        self._shapes = {bucket: self._shape(bucket) for bucket in buckets}
         parameters = describe(spec, layout)
         self._cuts = cuts(parameters)
         self.params: Params = shapes(parameters, mesh, dtype)
@@ -132,14 +134,25 @@ class Program:
 
     def shape(self, bucket: Bucket) -> Shape:
         """Return the static arguments that `forward` gets for a bucket."""
+        return self._shapes[bucket]
+
+    def _shape(self, bucket: Bucket) -> Shape:
+        tokens = bucket.tokens
+        shards = self._torus.shards_tokens(tokens)
         kernels = choose_kernels(
             *(self._kernels, self._spec, self._layout),
             on_tpu=self._mesh.devices.flat[0].platform == "tpu",
             block_size=self._block_size,
-            tokens=bucket.tokens,
+            tokens=tokens,
+            sharded=shards.value,
             table_entries=bucket.rows * bucket.pages,
         )
-        return Shape(bucket.decodes, shards_tokens(bucket.tokens, self._mesh.size), kernels)
+        logger.debug("%s: sharded is %s: %s", bucket.name, shards.value, shards.reason)
+        if not shards.value or kernels.products:
+            return Shape(bucket.decodes, shards.value, kernels=kernels)
+        gathers = self._torus.gathers_weights(tokens)
+        logger.debug("%s: weights travel is %s: %s", bucket.name, gathers.value, gathers.reason)
+        return Shape(bucket.decodes, shards.value, gathers.value, kernels)
 
     # Compiling.
 

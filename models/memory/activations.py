@@ -87,6 +87,11 @@ def padded_numbers(rows: int, columns: int) -> int:
     return -(-rows // 8) * 8 * (-(-columns // 128) * 128)
 
 
+def sampler_state_bytes(spec: ModelSpec, max_num_seqs: int, tp: int) -> int:
+    """Return the bytes that the sampler's state takes on one device (models/jax/sampler.py)."""
+    return 2 * 4 * padded_numbers(max_num_seqs, -(-spec.vocab_size // tp))
+
+
 def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
     """Return the larger of attention and the feed-forward."""
     item, tokens = DTYPE_BYTES[spec.compute_dtype(dtype)], step.tokens

@@ -8,7 +8,7 @@ The rest of the slice holds replicas.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from weft.errors import ConfigError
@@ -16,6 +16,7 @@ from weft.models.memory.activations import (
     ActivationBytes,
     cpu_activations,
     jax_activations,
+    sampler_state_bytes,
     triton_activations,
 )
 from weft.models.memory.ledger import Ledger, human_bytes
@@ -40,6 +41,7 @@ class Limits:
     max_num_batched_tokens: int
     block_size: int
     memory_fraction: float
+    kv_cache_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,10 @@ def _memory(
 ) -> MemoryPlan:
     """Return the memory plan of the fullest rank: the last one, which has the logits."""
     count: ActivationBytes = triton_activations
+    available = place.device.memory
     if place.device.shapes:
         count = partial(jax_activations, tp=layout.tp)
+        available -= sampler_state_bytes(spec, limits.max_num_seqs, layout.tp)
     elif place.device.name == CPU:
         count = cpu_activations
     last = Layout(layout.tp, layout.ep, layout.world_size - 1, layout.cp, layout.pp)
@@ -165,9 +169,9 @@ def _memory(
         spec=last.local(spec),
         dtype=dtype,
         quantization=quantization,
-        available=place.device.memory,
+        available=available,
         memory_fraction=limits.memory_fraction,
-        kv_cache_memory=None,
+        kv_cache_memory=limits.kv_cache_memory,
         block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -197,13 +201,7 @@ def _longest_that_fits(spec: ModelSpec, place: Slice, limits: Limits, dtype: str
     """Return the largest power of two for max_model_len that fits; 0 if none does."""
     length = 1 << (limits.max_model_len - 1).bit_length() - 1
     while length >= 1024:
-        fewer = Limits(
-            max_model_len=length,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            block_size=limits.block_size,
-            memory_fraction=limits.memory_fraction,
-        )
+        fewer = replace(limits, max_model_len=length)
         layouts = _layouts(spec, place)
         if any(_memory(spec, place, each, fewer, dtype, "none").fits for each in layouts):
             return length

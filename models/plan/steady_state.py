@@ -31,12 +31,13 @@ from weft.models.plan.step_table import StepSeconds, StepTable
 CLOSE = 1e-3  # relative error of a rate
 NEGLIGIBLE = 1e-5  # probability
 PARTS = 4  # points that stand for the rest of a step
-MANY = 8  # prompts in a step, at most; more of them are as many
+MANY = 10  # prompts in a step
 
 Weighted = list[tuple[float, float]]
 """Pairs of a value and its weight."""
 SHARES: Weighted = [
-    *((0.15, 0.3), (0.45, 0.3), (0.75, 0.3), (0.93, 0.06), (0.975, 0.03), (0.995, 0.01)),
+    *((0.1, 0.2), (0.3, 0.2), (0.5, 0.2), (0.7, 0.2)),
+    *((0.87, 0.14), (0.955, 0.03), (0.98, 0.02), (0.995, 0.01)),
 ]
 """Quantiles that stand for a distribution, denser at its tail."""
 EXPONENTIAL: Weighted = [(-math.log1p(-share), part) for share, part in SHARES]
@@ -243,14 +244,14 @@ def _figures(table: StepTable, load: Load, rate: float, states: Sequence[_State]
     steps = sum(state.weight * state.flow.steps for state in states)
     decodes = sum(state.weight * state.flow.steps * state.flow.decodes for state in states)
     idle = sum(state.weight * (1 - state.flow.share) for state in states if not state.flow.decodes)
-    busy = sum(state.weight for state in states if state.flow.decodes)
+    decoding = sum(state.weight for state in states if state.flow.decodes)
     for state in states:
         if state.weight >= NEGLIGIBLE:
             first += (
                 (state.wait + seconds, part * state.weight)
                 for seconds, part in _first_tokens(table, load, state.flow, rate)
             )
-        if state.flow.decodes and state.weight >= NEGLIGIBLE * busy:
+        if state.flow.decodes and state.weight >= NEGLIGIBLE * decoding:
             gaps += (
                 (seconds, part * state.weight * state.flow.decodes)
                 for seconds, part in _steps(table, load, state.flow)
@@ -319,9 +320,12 @@ def _steps(table: StepTable, load: Load, flow: Flow) -> Iterator[tuple[float, fl
     if flow.share < 1:
         alone = table.seconds(flow.index, 0)
         yield alone, (1 - flow.share) / alone
+    if flow.together > MANY / 2:  # their number varies little
+        yield table.seconds(flow.index, flow.tokens), flow.mixed
+        return
     room = table.room(flow.index)
     several = -math.expm1(-flow.together)
-    for count in range(1, MANY + 1):  # prompts in a step
+    for count in range(1, MANY + 1):
         likely = math.exp(-flow.together) * flow.together**count / math.factorial(count) / several
         for own, part in _prompts(load):
             tokens = own + (count - 1) * table.prompt

@@ -282,8 +282,7 @@ class RankModel:
             "experts",
             2 * chosen * 3 * width * hidden,
             hit * per_expert + chosen * (2 * hidden + 3 * width) * item,
-            exchanges + self._out_of(rows),
-            self.overlapped,
+            exchanges + self._out_of(rows),  # nothing hides them
             kernels=4,  # sort the tokens, two grouped products, weigh their results
         )
 

@@ -38,7 +38,7 @@ With data-parallel attention, each rank has all attention weights and its own to
 Larger steps are dispatched in chunks of DISPATCH_TOKENS. All ranks know each rank's number of
 tokens, so they make the same calls.
 
-The tuning file says up to how many tokens count as few (`few_tokens`).
+The tuning file or the kernels' cost model says up to how many tokens count as few (`few_tokens`).
 
 Not handled: experts on more ranks than attention, unless each rank has all attention weights;
 prefill tokens that cross to each node only once (moe_dispatch_two_level).
@@ -46,6 +46,7 @@ prefill tokens that cross to each node only once (moe_dispatch_two_level).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,16 +93,18 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_reduce_scatter_workspace,
 )
 from weft.kernels.gpu.runtime.workspace import Workspace
-from weft.kernels.gpu.tuning.crossover import Product, few_rows
+from weft.kernels.gpu.tuning.costs import device_named
+from weft.kernels.gpu.tuning.crossover import few_rows
+from weft.kernels.gpu.tuning.search import from_first_rank
 from weft.kernels.symmetric.memory import Home
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec
+from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
+from weft.models.torch.crossover import predicted_few_tokens, products_of
 from weft.models.torch.exchange import attend
 from weft.models.torch.gpu_layers import Experts, Linear
 
-FEW_TOKENS = 64
-"""Default maximum number of tokens that are replicated on all ranks; more are sharded."""
+logger = logging.getLogger(__name__)
 
 DISPATCH_TOKENS = 256
 """Maximum number of a rank's tokens that are dispatched to their experts at once."""
@@ -253,7 +256,7 @@ class Overlapped:
         self._dispatch: LowLatencyWorkspace | None = None
         self._context_attention: _ContextParallelAttention | None = None
         local = layout.local(spec)
-        self._max_replicated = few = few_tokens(home, local, dtype)
+        self._max_replicated = few = few_tokens(home, local, dtype, max_tokens)
         if layout.dp_size > 1:
             self._dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
         else:
@@ -352,26 +355,27 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else pad(x, (0, 0, 0, rows - len(x)))
 
 
-def few_tokens(home: Home, local: ModelSpec, dtype: torch.dtype) -> int:
+def few_tokens(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: int) -> int:
     """Return the number of tokens up to which replicating them is faster. Collective.
 
-    The tuning file decides, for all products in a layer; the default is FEW_TOKENS.
+    The tuning file decides, for all products in a layer; without times there, the kernels' cost
+    model.
 
     Args:
         home: symmetric memory of the ranks.
         local: this rank's part of the model; its first layer stands for all.
         dtype: compute dtype.
+        max_tokens: maximum number of tokens in a step.
     """
-    layer, hidden = local.layers[0], local.hidden_size
-    heads = local.num_heads * local.head_dim
-    column_products = [Product(heads + 2 * local.num_kv_heads * local.head_dim, hidden)]
-    row_products = [Product(hidden, heads)]
-    if isinstance(layer.feed_forward, MlpSpec):
-        width = layer.feed_forward.gate.weight.shape[0]
-        column_products.append(Product(2 * width, hidden))
-        row_products.append(Product(hidden, width))
-    tuned = few_rows(home, column_products, row_products, dtype)
-    return FEW_TOKENS if tuned is None else tuned
+    products = products_of(local)
+    if (tuned := few_rows(home, *products, dtype)) is not None:
+        logger.debug("up to %d tokens are on all GPUs: the tuning file says so", tuned)
+        return tuned
+    device = device_named(from_first_rank(home, lambda: home.device_name))
+    name = str(dtype).removeprefix("torch.")
+    decided = predicted_few_tokens(device, home.world_size, products, name, max_tokens)
+    logger.debug("up to %d tokens are on all GPUs: %s", decided.value, decided.reason)
+    return decided.value
 
 
 def _dispatch_workspace(

@@ -57,14 +57,10 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     """
     from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.jax import platform
+    from weft.models.memory.activations import sampler_state_bytes
     from weft.models.spec.layout import Layout, check_layout
     from weft.serving.executor.fetch import fetch
-    from weft.serving.executor.jax_loading import (
-        cache_folder,
-        check_settings,
-        show_compiling,
-        state_bytes,
-    )
+    from weft.serving.executor.jax_loading import cache_folder, check_settings, show_compiling
     from weft.serving.executor.loading import compute_dtype, context_length
 
     if not platform.is_installed():
@@ -108,7 +104,7 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     memory = {
         "weights": local.weight_bytes(dtype),
         "KV cache": num_blocks * block_bytes,
-        "sampling": state_bytes(spec, config.max_num_seqs, config.tp),
+        "sampling": sampler_state_bytes(spec, config.max_num_seqs, config.tp),
         "temporaries": max(program.temporaries for program in programs),
     }
     memory["left"] = aot.hbm_bytes(chip) - sum(memory.values())
@@ -125,16 +121,14 @@ def _ledger(
 ) -> Ledger:
     """Calculate a chip's memory use; ConfigError if the chip is too small."""
     from weft.models.jax.aot import hbm_bytes
-    from weft.models.memory.activations import jax_activations
+    from weft.models.memory.activations import jax_activations, sampler_state_bytes
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout
-    from weft.serving.executor.jax_loading import state_bytes
 
-    ep = config.ep if tp % config.ep == 0 else 1
     return MemoryPlan(
-        spec=Layout(tp, ep).local(spec),
+        spec=Layout(tp, config.ep).local(spec),
         dtype=dtype,
-        available=hbm_bytes(chip) - state_bytes(spec, config.max_num_seqs, tp),
+        available=hbm_bytes(chip) - sampler_state_bytes(spec, config.max_num_seqs, tp),
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,
@@ -150,17 +144,25 @@ def _slice_that_fits(
 ) -> str:
     """Describe the smallest slice with these chips that is large enough for the model."""
     from weft.kernels.devices import DEVICES
+    from weft.models.plan.choices import Limits, choices
     from weft.models.plan.hardware import read_slice
-    from weft.models.spec.layout import check_layout
 
+    limits = Limits(
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        memory_fraction=config.memory_fraction,
+        kv_cache_memory=config.kv_cache_memory,
+    )
     for shape in DEVICES[chip].shapes:
-        tp = read_slice(f"{chip}:{shape}").devices
+        place = read_slice(f"{chip}:{shape}")
         try:
-            check_layout(spec, tp, 1)
-            _ledger(config, spec, dtype, max_model_len, chip, tp)
+            found = choices(spec, place, limits, dtype=dtype)
         except ConfigError:
             continue
-        return f"it would fit on {chip}:{shape}, with --tp {tp}"
+        if whole := [choice.flags for choice in found if choice.layout.tp == place.devices]:
+            return f"it would fit on {place}, with {whole[0]}"
     return f"no {chip} slice over which it can be split is large enough"
 
 

@@ -47,7 +47,8 @@ _DECODERS = {
     "WordPiece",
 }
 _ANCHOR = "a"
-_CHARACTERS = 16  # characters checked for each allowed token: four times the usual ratio
+_BYTES = 6  # for each allowed token; above the usual ratio, so most prompts are tokenized once
+_PIECE = 1 << 16  # characters
 
 
 MARKS = frozenset(
@@ -195,19 +196,25 @@ class Tokenizer:
         return list(encoding.ids)
 
     def check_length(self, text: str, most: int) -> None:
-        """Raise RequestError if the text's beginning has more than twice this number of tokens.
+        """Raise RequestError if a long text certainly has more than `most` tokens.
 
-        The whole text then has at least half as many tokens as its beginning alone, because
-        tokenization only depends on nearby characters.
+        The text is tokenized in pieces, up to the first 2 x `most` tokens. The whole text then has
+        more than `most`: tokenization only depends on nearby characters, so the whole has at least
+        half as many tokens as its pieces.
         """
-        beginning = most * _CHARACTERS
-        if len(text) > beginning and len(self.encode(text[:beginning])) > 2 * most:
-            raise RequestError(
-                f"the prompt of {len(text)} characters has more than {2 * most} tokens; the "
-                f"maximum is {most}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        size = len(text) * (1 if text.isascii() else 4)
+        if size <= most * _BYTES:  # so the tokens are few enough
+            return
+        found = 0
+        for start in range(0, len(text), _PIECE):
+            found += len(self.encode(text[start : start + _PIECE], add_special_tokens=False))
+            if found > 2 * most:
+                raise RequestError(
+                    f"the prompt of {len(text)} characters has more than {most} tokens; the "
+                    f"maximum is {most}",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Convert token ids to text; unknown ids are omitted."""

@@ -177,18 +177,11 @@ def cache_folder(config: EngineConfig) -> Path:
     return Path.home() / ".cache" / "weft" / "jax"
 
 
-def state_bytes(spec: ModelSpec, max_num_seqs: int, tp: int) -> int:
-    """Return the bytes that the sampler's state takes on one device (models/jax/sampler.py)."""
-    from weft.models.memory.activations import padded_numbers
-
-    return 2 * 4 * padded_numbers(max_num_seqs, -(-spec.vocab_size // tp))
-
-
 def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int) -> Ledger:
     """Compute the memory ledger for each device of this process."""
     import jax
 
-    from weft.models.memory.activations import jax_activations
+    from weft.models.memory.activations import jax_activations, sampler_state_bytes
     from weft.models.memory.available import available_memory
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout
@@ -203,7 +196,7 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
     return MemoryPlan(
         spec=Layout(config.tp, config.ep).local(spec),
         dtype=dtype,
-        available=free - state_bytes(spec, config.max_num_seqs, config.tp),
+        available=free - sampler_state_bytes(spec, config.max_num_seqs, config.tp),
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,

@@ -1,42 +1,26 @@
-"""The crossover between two ways to run a pair of matrix products, by number of rows.
+"""The measured crossover between two ways to run a layer's products, by number of rows.
 
-The two ways are (models/torch/overlapped.py):
-
-    few     matmul               all rows on every rank, own columns
-            matmul_all_reduce    own rows of the weight, sums on all ranks
-    many    all_gather_matmul    rows are split over the ranks
-            matmul_reduce_scatter
-
-The tuning file has a time for each overlapped op. A product without communication is recorded as
-all_gather_matmul with world size 1. The first way repeats the work between the products, mainly
-norms, on all W ranks; the comparison does not count this.
+products.py has the two ways. The tuning file has a time for each of their ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from weft.kernels.gpu.tuning import table as tuned
-from weft.kernels.gpu.tuning.costs import Problem
+from weft.kernels.gpu.tuning.products import Product, Way, two_ways
 from weft.kernels.gpu.tuning.search import from_first_rank
 from weft.kernels.symmetric.memory import Home
-
-
-class Product(NamedTuple):
-    """A weight's size on one rank: n columns, k rows."""
-
-    n: int
-    k: int
 
 
 def few_rows(
     home: Home,
     begins: Sequence[Product],
     ends: Sequence[Product],
+    sums: Sequence[Product],
     dtype: torch.dtype,
     path: Path | None = None,
 ) -> int | None:
@@ -48,6 +32,7 @@ def few_rows(
         home: this rank's home.
         begins: all products of a layer that take all rows and own columns.
         ends: all products of a layer that are summed over the ranks.
+        sums: what ranks exchange for experts; see `two_ways`.
         dtype: operand dtype.
         path: tuning file; tuned.default_path() if None.
 
@@ -60,35 +45,25 @@ def few_rows(
 
     def look() -> str:
         table = tuned.load(path or tuned.default_path())
-        found = _few_rows(home, begins, ends, str(dtype).removeprefix("torch."), table)
+        ways = two_ways(home.world_size, begins, ends, sums)
+        found = _few_rows(home, ways, str(dtype).removeprefix("torch."), table)
         return "" if found is None else str(found)
 
     found = from_first_rank(home, look)
     return int(found) if found else None
 
 
-def _few_rows(
-    home: Home,
-    begins: Sequence[Product],
-    ends: Sequence[Product],
-    dtype: str,
-    table: tuned.Table,
-) -> int | None:
-    size = home.world_size
-
-    def microseconds(op: str, world_size: int, rows: int, products: Sequence[Product]) -> float:
+def _few_rows(home: Home, ways: tuple[Way, Way], dtype: str, table: tuned.Table) -> int | None:
+    def microseconds(way: Way, rows: int) -> float:
         """Add up the times for all products. Raises KeyError if one was not tuned."""
-        problems = (Problem(op, world_size, rows, n, k, dtype) for n, k in products)
+        problems = (problem for each in way for problem in each.problems(rows, dtype))
         keys = (tuned.key_of(problem, home.device_name) for problem in problems)
         return sum(table[key].microseconds for key in keys)
 
     few = None
     for rows in sorted({key.rows for key in table if key.op == "matmul_all_reduce"}):
         try:
-            all_on_all = microseconds("all_gather_matmul", 1, rows, begins)
-            all_on_all += microseconds("matmul_all_reduce", size, rows, ends)
-            split = microseconds("all_gather_matmul", size, rows, begins)
-            split += microseconds("matmul_reduce_scatter", size, rows, ends)
+            all_on_all, split = (microseconds(way, rows) for way in ways)
         except KeyError:
             continue
         if all_on_all > split:

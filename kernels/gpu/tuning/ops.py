@@ -55,7 +55,8 @@ from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.gpu.tuning.clock import Call
 from weft.kernels.gpu.tuning.costs import CHUNKS, DTYPES, PAYLOADS, Config, Problem, latent_rank
-from weft.kernels.gpu.tuning.search import PRODUCT_METHODS, Measured, Prepare, options_of, tune
+from weft.kernels.gpu.tuning.products import PRODUCT_METHODS
+from weft.kernels.gpu.tuning.search import Measured, Prepare, options_of, tune
 from weft.kernels.symmetric.memory import Home
 
 METHODS = {

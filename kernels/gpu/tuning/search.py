@@ -43,22 +43,13 @@ from weft.kernels.gpu.runtime.launches import is_refusal, loaded
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.clock import Call, Clock, gpu_clock, host_clock
 from weft.kernels.gpu.tuning.costs import SENDING, Config, Problem, device_named, space
+from weft.kernels.gpu.tuning.products import PRODUCT_METHODS
 from weft.kernels.gpu.tuning.table import Entry, TuningError
 from weft.kernels.symmetric.memory import Home
 
 Prepare = Callable[[Config], Call]
 """Config -> a function that calls the op with this config, on this rank. It allocates no symmetric
 memory for a config: one workspace, made for the smallest tile, serves all configs."""
-
-PRODUCT_METHODS = {
-    "all_gather_matmul": ("push",),
-    "matmul_reduce_scatter": ("push",),
-    "matmul_all_reduce": ("one_shot",),
-    "grouped_matmul": ("local",),
-    "all_gather_grouped_matmul": ("push",),
-    "grouped_matmul_reduce_scatter": ("push",),
-}
-"""Methods for each op with a matrix product."""
 
 CANDIDATES = 16
 REPETITIONS = 7

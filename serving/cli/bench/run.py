@@ -21,6 +21,7 @@ import msgspec
 import uvloop
 
 from weft.errors import ConfigError, WeftError
+from weft.models.plan.lengths import Lengths
 from weft.serving.cli.bench.client import Client, Result
 from weft.serving.cli.bench.report import (
     Report,
@@ -32,7 +33,6 @@ from weft.serving.cli.bench.report import (
     table,
 )
 from weft.serving.cli.bench.workload import (
-    Lengths,
     Workload,
     closed_loop,
     open_loop,

@@ -1,10 +1,6 @@
 """The requests of a benchmark: conversations with random text, and the times when they start.
 
-Lengths come from one of three distributions:
-
-    128         always 128
-    64-256      uniform
-    ~200        exponential with mean 200, at least 1 (long-tailed, like chat traffic)
+Lengths come from one of three distributions: see models/plan/lengths.py.
 
 Prompts are random token ids from the tokenizer's vocabulary, if a tokenizer is given: exact
 lengths, for the completions API. Else they are random words, about one token each. Every prompt is
@@ -19,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
 from weft.models.checkpoint.locate import BUNDLED, locate
+from weft.models.plan.lengths import Lengths
 
 if TYPE_CHECKING:
     from weft.serving.cli.bench.client import Client, Record
@@ -39,39 +35,6 @@ _TEXT = (
     "business issue side kind head house service friend father power hour game line end member"
 )
 WORDS = _TEXT.split()
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """A distribution of lengths in tokens; the module's text explains the notation."""
-
-    low: int
-    high: int
-    exponential: bool = False
-
-    @classmethod
-    def parse(cls, text: str, flag: str) -> Lengths:
-        """Parse "128", "64-256" or "~200"; the ConfigError for other text names `flag`."""
-        if match := re.fullmatch(r"(~?)([0-9]{1,9})(?:-([0-9]{1,9}))?", text):
-            tilde, low, high = match.groups()
-            lengths = cls(int(low), int(high or low), bool(tilde))
-            if lengths.low >= 1 and lengths.high >= lengths.low and not (tilde and high):
-                return lengths
-        raise ConfigError(
-            f"{flag} is {text!r}; it must be a length (128), a range (64-256) "
-            "or an exponential mean (~200)"
-        )
-
-    def __str__(self) -> str:
-        if self.exponential:
-            return f"~{self.low}"
-        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
-
-    def draw(self, rng: random.Random) -> int:
-        """Draw one length."""
-        if self.exponential:
-            return max(1, round(rng.expovariate(1 / self.low)))
-        return rng.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)

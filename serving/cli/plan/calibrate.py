@@ -20,18 +20,21 @@ MOST = 200
 """Steps in the fit, from all parts of the logs."""
 
 
-def calibrate(logs: Sequence[Path], model: str, spec: ModelSpec, place: Slice) -> str:
+def calibrated(logs: Sequence[Path], model: str, spec: ModelSpec, slices: Sequence[Slice]) -> str:
     """Return the constants as TOML for `--devices`, with the error on every second step.
 
     Args:
         logs: files of `weft serve --step-log`.
         model: the servers' model, as given to them.
         spec: the model.
-        place: the devices of each server.
+        slices: one slice, with the devices of each server.
 
     Raises:
-        ConfigError: a log cannot be used.
+        ConfigError: a log cannot be used, or there are several slices.
     """
+    if len(slices) > 1:
+        raise ConfigError(f"--for has {len(slices)} slices; with --calibrate it must have one")
+    (place,) = slices
     servers = [_server(log, model, spec, place) for log in logs]
     count = sum(len(server.steps) for server in servers)
     if count < FEWEST:

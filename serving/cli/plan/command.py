@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -53,8 +54,25 @@ FILE = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
 @click.option("--values", is_flag=True, help="write Helm values for the first row")
 @click.option("--explain", is_flag=True, help="write the first row's formulas with their numbers")
+@click.option("--tp", type=click.IntRange(1), metavar="N", help="only layouts with this --tp")
+@click.option(
+    "--why", is_flag=True, help="write the decisions that weft makes for --tp, with their costs"
+)
 @click.option(
     "--plot", metavar="FILE", type=FILE, help="draw latency, price and a step's time (.svg, .png)"
+)
+@click.option(
+    "--simulate",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="take latencies from a simulation of N requests with the real scheduler",
+)
+@click.option(
+    "--routing",
+    metavar="random|least-loaded|prefix",
+    default="least-loaded",
+    show_default=True,
+    help="between the engines of a row, in a simulation",
 )
 @click.option(
     "--calibrate",
@@ -72,7 +90,11 @@ def make_plan(
     as_json: bool,
     values: bool,
     explain: bool,
+    tp: int | None,
+    why: bool,
     plot: Path | None,
+    simulate: int | None,
+    routing: str,
     calibrate: str,
 ) -> int:
     """Plan how to serve MODEL: layouts, speed, price.
@@ -84,23 +106,37 @@ def make_plan(
     weft plan Qwen/Qwen3-32B --for h100:8 --load in=1000,out=200,rate=8
     weft plan Qwen/Qwen3-8B --for v5e:2x4,l40s:4 --load in=500,out=~200,users=64 --slo itl=0.05
     weft plan ./CHECKPOINT --for h100:8 --load in=1000,out=200,rate=8 --values > values.yaml
+    weft plan Qwen/Qwen3-8B --for v5e:2x4 --tp 8 --why
     weft plan ./CHECKPOINT --for cpu:1 --calibrate steps.jsonl > mine.toml
     """
     from weft.serving.cli.plan import report
+    from weft.serving.cli.plan.calibrate import calibrated
+    from weft.serving.cli.plan.why import decisions
+    from weft.serving.executor.fetch import fetch
 
-    if sum((as_json, values, explain)) > 1:
-        raise ConfigError("give one of --json, --values and --explain")
+    if sum((as_json, values, explain, why, bool(calibrate))) > 1:
+        raise ConfigError("give one of --json, --values, --explain, --why and --calibrate")
+    if load is None and not (why or calibrate):
+        raise ConfigError(
+            "--load is missing; give one such as in=1000,out=200,rate=8, or --why or --calibrate"
+        )
     if plot is not None:
         check_file(plot, "--plot")
         check_plot(plot)
     known = DEVICES if devices is None else read_devices(devices)
     slices = [read_slice(each.strip(), known) for each in places.split(",")]
+    given = settings.build(EngineConfig)
+    config = asyncio.run(fetch(given, weights=False))
+    spec = read_spec(locate(config.model, config.revision))
     if calibrate:
-        return _calibrate(settings.build(EngineConfig), slices, load, calibrate)
-    if load is None:
-        raise ConfigError("--load is missing; give one such as in=1000,out=200,rate=8")
+        logs = [Path(log.strip()) for log in calibrate.split(",")]
+        print(calibrated(logs, given.model, spec, slices))
+        return 0
+    if load is None or why:
+        dtype, most = spec.compute_dtype(config.dtype), config.max_num_batched_tokens
+        print("\n".join(decisions(spec, place, tp, dtype, most) for place in slices))
+        return 0
     wanted, objective = Load.parse(load), Objective.parse(slo) if slo else Objective()
-    config, spec = _read_model(settings.build(EngineConfig))
     limits = Limits(
         max_model_len=_context(config, spec.max_model_len),
         max_num_seqs=config.max_num_seqs,
@@ -108,17 +144,18 @@ def make_plan(
         block_size=config.block_size,
         memory_fraction=config.memory_fraction,
     )
-    found: list[Choice] = []
-    misfits: list[tuple[Slice, ConfigError]] = []
-    for place in slices:
-        try:
-            found += choices(spec, place, limits, dtype=config.dtype)
-        except ConfigError as error:
-            misfits.append((place, error))
-    if not found:
-        raise ConfigError("; ".join(str(error) for _, error in misfits))
+    found, misfits = _choices(slices, spec, limits, config.dtype)
+    if tp is not None:
+        fitting = ", ".join(map(str, sorted({choice.layout.tp for choice in found})))
+        found = [choice for choice in found if choice.layout.tp == tp]
+        if not found:
+            raise ConfigError(f"--tp is {tp}; on {places} it must be one of {fitting}")
     rows = plan(found, wanted, objective, limits)
-    asked = report.Asked(config.model, load, slo, limits, [str(error) for _, error in misfits])
+    if simulate is not None:
+        from weft.serving.cli.plan.simulated import simulated
+
+        rows = list(simulated(rows, wanted, limits, simulate, routing))
+    asked = report.Asked(config.model, load, slo, limits, misfits)
     if plot is not None:
         from weft.serving.cli.plan.plot import draw
 
@@ -128,26 +165,24 @@ def make_plan(
     return 0
 
 
-def _read_model(config: EngineConfig) -> tuple[EngineConfig, ModelSpec]:
-    """Return the settings with the model's place, and its specification."""
-    from weft.serving.executor.fetch import fetch
+def _choices(
+    slices: Sequence[Slice], spec: ModelSpec, limits: Limits, dtype: str
+) -> tuple[list[Choice], list[str]]:
+    """Return all choices that fit, and the reason for each slice on which none does.
 
-    config = asyncio.run(fetch(config, weights=False))
-    return config, read_spec(locate(config.model, config.revision))
-
-
-def _calibrate(config: EngineConfig, slices: list[Slice], load: str | None, logs: str) -> int:
-    """Print constants from logs."""
-    from weft.serving.cli.plan.calibrate import calibrate
-
-    if load is not None:
-        raise ConfigError("give one of --load and --calibrate")
-    if len(slices) > 1:
-        raise ConfigError(f"--for has {len(slices)} slices; with --calibrate it must have one")
-    paths = [Path(log.strip()) for log in logs.split(",")]
-    _, spec = _read_model(config)
-    print(calibrate(paths, config.model, spec, slices[0]))
-    return 0
+    Raises:
+        ConfigError: none fits on any slice.
+    """
+    found: list[Choice] = []
+    misfits: list[str] = []
+    for place in slices:
+        try:
+            found += choices(spec, place, limits, dtype=dtype)
+        except ConfigError as error:
+            misfits.append(str(error))
+    if not found:
+        raise ConfigError("; ".join(misfits))
+    return found, misfits
 
 
 def _context(config: EngineConfig, longest: int) -> int:

@@ -19,7 +19,7 @@ TYPES = {"MI300X": "mi300x"}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The purpose of a plan.
+    """The question that a plan answers.
 
     Attributes:
         model, load, slo: as given.
@@ -64,6 +64,9 @@ def table(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
     ]
     if not all(row.keeps(objective) for row in rows):
         lines.append("! beyond the limits, or too slow for the load")
+    if not any(row.keeps(objective) for row in rows):
+        most = max(row.capacity for row in rows)
+        lines.append(f"no row serves this load: the most is {most:.3g} requests/s")
     first = rows[0]
     lines += [
         "",

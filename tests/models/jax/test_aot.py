@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import tpu_steps
 from tpu_steps import LLAMA_8B, TARGETS
 
 from weft.errors import ConfigError
 from weft.models.jax.aot import chip_of
+from weft.models.jax.mesh import make_mesh, slice_of
 
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--max-model-len", "2048")
 
@@ -139,6 +141,31 @@ def test_the_slice_says_how_many_ranks_there_are(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "--tp is 8; it must divide the model's 4 heads" in done.stderr
+
+
+SLICE = """
+import sys
+from weft.models.jax.platform import described_devices
+devices = described_devices(sys.argv[1])
+from weft.models.jax.mesh import make_mesh, slice_of
+sizes = [len(devices), len(devices) // 2]
+print(*(slice_of(make_mesh(devices, size, 1)) for size in sizes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("topology", "slices"),
+    [("v5e:2x4", "v5e:2x4 v5e:2x2"), ("tpu7x:2x2x1", "tpu7x:2x2x1 tpu7x:2x1x1")],
+)
+def test_a_mesh_knows_its_slice(topology: str, slices: str) -> None:
+    command = [sys.executable, "-c", SLICE, topology]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == slices, done.stderr
+
+
+@pytest.mark.parametrize(("count", "place"), [(1, "v5e:1x1"), (3, "v5e:1x3"), (4, "v5e:2x2")])
+def test_cpus_stand_for_v5e(count: int, place: str) -> None:
+    assert str(slice_of(make_mesh(jax.devices(), count, 1))) == place
 
 
 def test_what_is_no_tpu() -> None:

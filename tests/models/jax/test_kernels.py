@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 from support.steps import Driver
+from support.switches import shard_tokens
 
 from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.jax.kernels import MAX_TABLE_BYTES, Kernels, choose_kernels
@@ -17,7 +18,13 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 ALL = Kernels(attention=True, experts=True, products=True, exchange=True)
-STEP: dict[str, Any] = {"on_tpu": True, "block_size": 16, "tokens": 256, "table_entries": 4096}
+STEP: dict[str, Any] = {
+    "on_tpu": True,
+    "block_size": 16,
+    "tokens": 256,
+    "sharded": True,
+    "table_entries": 4096,
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +38,9 @@ def spec() -> ModelSpec:
         ("overlapped", {}, Layout(4, 4), ALL),
         ("overlapped", {"on_tpu": False}, Layout(4, 4), ALL),
         ("overlapped", {}, Layout(4, 2), replace(ALL, exchange=False)),
-        ("overlapped", {"tokens": 8}, Layout(4, 4), Kernels(attention=True, experts=True)),
+        ("overlapped", {"sharded": False}, Layout(4, 4), Kernels(attention=True, experts=True)),
         ("overlapped", {"tokens": 144}, Layout(4, 4), Kernels(attention=True, experts=True)),
-        ("overlapped", {}, Layout(), Kernels(attention=True, experts=True)),
+        ("overlapped", {"sharded": False}, Layout(), Kernels(attention=True, experts=True)),
         ("overlapped", {"block_size": 8}, Layout(4, 4), replace(ALL, attention=False)),
         ("auto", {}, Layout(4, 4), Kernels(attention=True, experts=True)),
         ("auto", {"on_tpu": False}, Layout(4, 4), Kernels()),
@@ -61,8 +68,11 @@ def test_the_rule_for_models_and_long_tables(spec: ModelSpec) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", ["weft-demo", "weft-demo-moe"])
-def test_demo_models_say_the_same_with_kernels(name: str, tp: int) -> None:
+def test_demo_models_say_the_same_with_kernels(
+    monkeypatch: pytest.MonkeyPatch, name: str, tp: int
+) -> None:
     """The first 16 tokens, after a prompt that is sharded if there are several devices."""
+    shard_tokens(monkeypatch)
     path = Path(locate(name))
     outputs = []
     for kernels in ("plain", "overlapped"):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.switches import shard_tokens
 
 from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import StepInput
@@ -48,8 +49,7 @@ CASES = [
     pytest.param(
         *("mixtral", {"sliding_window": 9}, 2, 2), marks=slow, id="mixtral, window, tp 2, ep 2"
     ),
-    # With 128 tokens, the weights travel instead of the tokens.
-    pytest.param("llama", BIASES | {"intermediate_size": 52}, 4, 1, id="llama, weights gathered"),
+    pytest.param("llama", BIASES | {"intermediate_size": 52}, 4, 1, id="llama, weights travel"),
     pytest.param("llama", {}, 1, 1, marks=slow, id="llama"),
     pytest.param("qwen3_moe", {"norm_topk_prob": True}, 1, 1, marks=slow, id="qwen3_moe"),
     pytest.param("llama", ONE_HEAD, 1, 1, marks=slow, id="llama, one KV head"),
@@ -97,8 +97,16 @@ FEW = [[(0, 20), (1, 5)], [(2, 13), (0, 1)], [(0, 23), (2, 7)], [(2, 1), (0, 30)
 
 @pytest.mark.parametrize(("family", "overrides", "tp", "ep"), CASES)
 def test_logits_equal_those_of_transformers(
-    tmp_path: Path, family: str, overrides: dict[str, Any], tp: int, ep: int
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    overrides: dict[str, Any],
+    tp: int,
+    ep: int,
 ) -> None:
+    weights_travel = "weights travel" in request.node.name
+    shard_tokens(monkeypatch, weights_travel=weights_travel)
     path = make_checkpoint(tmp_path, family, **overrides)
     random = np.random.default_rng(1)
     requests = [random.integers(0, VOCAB_SIZE, length).tolist() for length in LENGTHS]
@@ -106,15 +114,23 @@ def test_logits_equal_those_of_transformers(
     few = FEW if tp > 1 else []
     for tokens, steps in ((128, MANY), (32, few)):
         if steps:
-            actual = _run(path, requests, steps, tokens, tp, ep)
+            travel = weights_travel and tokens == 128
+            actual = _run(path, requests, steps, tokens, tp, ep, weights_travel=travel)
             _assert_close(actual, expected)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "overrides", "tp", "ep", "parts"), KERNEL_CASES)
 def test_kernels_give_the_same_logits(
-    tmp_path: Path, family: str, overrides: dict[str, Any], tp: int, ep: int, parts: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    overrides: dict[str, Any],
+    tp: int,
+    ep: int,
+    parts: str,
 ) -> None:
+    shard_tokens(monkeypatch)
     path = make_checkpoint(tmp_path, family, **overrides)
     random = np.random.default_rng(1)
     requests = [random.integers(0, VOCAB_SIZE, length).tolist() for length in LENGTHS]
@@ -136,12 +152,15 @@ def _run(
     tp: int,
     ep: int,
     kernels: Kernels = PLAIN,
+    *,
+    weights_travel: bool = False,
 ) -> list[np.ndarray[Any, Any]]:
     """Return the logits after every token of every request; the cache is full of NaN at first.
 
     Args:
         kernels: the choice that --kernels overlapped must make; without kernels, blocks are
             smaller.
+        weights_travel: MLPs must pass on weights, not tokens.
     """
     block_size = 4 if kernels is PLAIN else 16
     spec, layout = read_spec(path), Layout(tp, ep)
@@ -164,6 +183,7 @@ def _run(
     )
     assert program.shape(bucket).kernels == kernels
     assert program.shape(bucket).sharded == (tp > 1 and tokens == 128)
+    assert program.shape(bucket).weights_travel == weights_travel
     params = load(path, spec, layout, mesh, "float32")
     forward = program.compile_forward(bucket)
     cache = jax.tree.map(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.steps import Driver, Request
+from support.switches import shard_tokens
 
 from weft.models.checkpoint import weights
 from weft.models.checkpoint.locate import read_spec
@@ -63,15 +64,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def runner(path: Path) -> JaxRunner:
-    """A runner on two devices; tests share its cache, and none relies on its contents."""
+    """A runner on two devices; tests share its cache, and none relies on its contents.
+
+    It shards the tokens in its largest steps.
+    """
     told: list[tuple[int, int]] = []
-    runner = JaxRunner.load(
-        *(path, read_spec(path)),
-        devices=jax.devices(),
-        layout=Layout(tp=2, ep=2),
-        progress=lambda done, total: told.append((done, total)),
-        **SIZES,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        shard_tokens(patch)
+        runner = JaxRunner.load(
+            *(path, read_spec(path)),
+            devices=jax.devices(),
+            layout=Layout(tp=2, ep=2),
+            progress=lambda done, total: told.append((done, total)),
+            **SIZES,
+        )
     assert told[-1][0] == told[-1][1]
     runner.allocate_kv_cache(NUM_BLOCKS)
     runner.warm_up()

@@ -12,12 +12,18 @@ from support.checkpoints import make_checkpoint
 os.environ["TRITON_INTERPRET"] = "1"
 
 from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.tuning import table as tuned
+from weft.kernels.gpu.tuning.costs import Config, device_named
+from weft.kernels.gpu.tuning.products import Way, predicted, two_ways
+from weft.kernels.gpu.tuning.table import Entry, key_of
 from weft.kernels.interpreter.gpu import installed
+from weft.kernels.symmetric.counting import CountingHome
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
-from weft.models.checkpoint.locate import read_spec
+from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.spec.layout import Layout
+from weft.models.torch.crossover import products_of
 from weft.models.torch.gpu_model import GpuModel
-from weft.models.torch.overlapped import Overlapped
+from weft.models.torch.overlapped import Overlapped, few_tokens
 from weft.models.torch.runner import TorchRunner
 
 
@@ -46,3 +52,58 @@ def test_a_wait_that_has_run_out_fails_the_step(tmp_path: Path) -> None:
         with pytest.raises(KernelError, match="rank 0 gave up waiting for its signal 3 to reach 7"):
             runner.warm_up()
         runner.warm_up()
+
+
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+def ways_of(model: str, size: int) -> tuple[Way, Way]:
+    """Both ways of a layer's products and its experts' exchange."""
+    products = products_of(Layout(size).local(read_spec(locate(model))))
+    assert bool(products.sums) == ("moe" in model)
+    return two_ways(size, *products)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model", ["weft-demo", "weft-demo-moe"])
+def test_few_tokens_end_where_the_cost_model_says(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    model: str,
+    size: int,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    local = Layout(size).local(read_spec(locate(model)))
+    with caplog.at_level("DEBUG", "weft.models.torch.overlapped"):
+        few = few_tokens(CountingHome(size, GPU), local, torch.bfloat16, 1 << 16)
+    device = device_named(GPU)
+    sizes = [16 << power for power in range(13)]
+    costs = [
+        [predicted(way, rows, "bfloat16", device) for way in ways_of(model, size)] for rows in sizes
+    ]
+    totals = {
+        limit: sum(one[rows > limit] for rows, one in zip(sizes, costs, strict=True))
+        for limit in (1, *sizes)
+    }
+    assert totals[few] == pytest.approx(min(totals.values()))
+    assert few < sizes[-1]
+    assert caplog.messages[-1].startswith(f"up to {few} tokens are on all GPUs: a layer's products")
+
+
+def test_the_tuning_file_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    table = {}
+    for way, slow_from in zip(ways_of("weft-demo", 2), (64, 1 << 30), strict=True):
+        for rows in (16, 32, 64):
+            for problem in (each for one in way for each in one.problems(rows, "bfloat16")):
+                key = key_of(problem, GPU)
+                fields = {field: getattr(key, field) for field in key.__struct_fields__}
+                slow = way[1].op == "matmul_all_reduce" and rows >= slow_from
+                microseconds = 9.0 if slow else 4.0
+                table[key] = Entry(
+                    **fields, config=Config("push", 16, 16, 16), microseconds=microseconds
+                )
+    tuned.record(tuned.default_path(), table)
+    local = Layout(2).local(read_spec(locate("weft-demo")))
+    assert few_tokens(CountingHome(2, GPU), local, torch.bfloat16, 1 << 16) == 32

@@ -50,7 +50,7 @@ BAD_SAMPLING = [
     ("seed", 10**400),
     ("stop", ""),
     ("stop", ["a", ""]),
-    ("stop", ["a"] * 100_000),
+    ("stop", ["a"] * 60_000),
     ("stop", [1]),
     ("stop", "a" * 5000),
     ("stop_token_ids", [10**6]),
@@ -336,8 +336,8 @@ def test_words_are_those_of_json(
 
 
 def test_many_unknown_fields_are_one_error(http: httpx.Client) -> None:
-    error = failure(http.post("/v1/completions", json={f"k{i}": 1 for i in range(10**5)}))
-    assert error["message"].startswith("the body has 100,000 fields; this server knows ")
+    error = failure(http.post("/v1/completions", json={f"k{i}": 1 for i in range(60_000)}))
+    assert error["message"].startswith("the body has 60,000 fields; this server knows ")
     assert error["param"] is None
 
 

@@ -48,6 +48,11 @@ def test_stop_tokens_are_few() -> None:
         SamplingParams(stop_token_ids=(1,) * 1025)
 
 
+def test_too_many_allowed_tokens_are_refused() -> None:
+    with pytest.raises(RequestError, match="it must have 1 to 262144"):
+        SamplingParams(allowed_token_ids=(1,) * (MAX_ALLOWED + 1))
+
+
 def test_allowed_tokens_are_a_mask_however_many_are_listed() -> None:
     listed = tuple(i % 10 for i in range(MAX_ALLOWED))
     params = SamplingParams(allowed_token_ids=listed)

@@ -9,7 +9,8 @@ import torch
 
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.costs import Config, Problem
-from weft.kernels.gpu.tuning.crossover import Product, few_rows
+from weft.kernels.gpu.tuning.crossover import few_rows
+from weft.kernels.gpu.tuning.products import Product
 from weft.kernels.gpu.tuning.table import Entry, TuningError, key_of
 from weft.kernels.symmetric.counting import CountingHome
 
@@ -35,7 +36,7 @@ def write(path: Path, times: dict[int, tuple[float, float, float, float]]) -> No
 
 
 def found(path: Path, dtype: torch.dtype = torch.bfloat16) -> int | None:
-    return few_rows(CountingHome(4, "GPU"), [BEGIN], [END], dtype, path)
+    return few_rows(CountingHome(4, "GPU"), [BEGIN], [END], [], dtype, path)
 
 
 def test_up_to_where_both_ways_take_equally_long(tmp_path: Path) -> None:
@@ -58,8 +59,8 @@ def test_nothing_is_said_without_all_of_the_times(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     assert found(path) is None
     write(path, {16: (4.0, 5.0, 6.0, 7.0)})
-    assert few_rows(CountingHome(4, "GPU"), [BEGIN, END], [END], torch.bfloat16, path) is None
-    assert few_rows(CountingHome(2, "GPU"), [BEGIN], [END], torch.bfloat16, path) is None
+    assert few_rows(CountingHome(4, "GPU"), [BEGIN, END], [END], [], torch.bfloat16, path) is None
+    assert few_rows(CountingHome(2, "GPU"), [BEGIN], [END], [], torch.bfloat16, path) is None
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

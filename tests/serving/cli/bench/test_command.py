@@ -20,8 +20,9 @@ from support.commands import run_each
 from support.server import Server, start_server
 from support.sse_server import MODEL, answer, sse_server
 
+from weft.models.plan.lengths import Lengths
 from weft.serving.cli.bench.run import Benchmark, measure
-from weft.serving.cli.bench.workload import Lengths, Workload
+from weft.serving.cli.bench.workload import Workload
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SERVE = Path(__file__).parents[4] / "benchmarks" / "serve.py"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,14 +11,12 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.tokenizers import write_byte_level
 
 from weft.errors import ConfigError
+from weft.models.plan.lengths import Lengths
 from weft.serving.cli.bench.client import Record, Result
 from weft.serving.cli.bench.workload import (
-    Lengths,
     Turn,
     Workload,
     closed_loop,
@@ -33,30 +30,6 @@ IDS = range(1000, 9000)
 
 def first(workload: Workload, count: int, run: int = 0) -> list[list[Turn]]:
     return list(islice(workload.conversations(run), count))
-
-
-@given(st.integers(1, 500), st.integers(0, 500), st.integers())
-def test_a_uniform_length_stays_in_its_range_and_reads_back(low: int, more: int, seed: int) -> None:
-    lengths = Lengths.parse(f"{low}-{low + more}", "--prompt")
-    assert low <= lengths.draw(random.Random(seed)) <= low + more
-    assert Lengths.parse(str(lengths), "--prompt") == lengths
-
-
-def test_each_kind_of_length_has_its_distribution() -> None:
-    rng = random.Random(0)
-    assert {Lengths.parse("7", "").draw(rng) for _ in range(100)} == {7}
-    assert {Lengths.parse("3-5", "").draw(rng) for _ in range(200)} == {3, 4, 5}
-    drawn = [Lengths.parse("~200", "").draw(rng) for _ in range(20_000)]
-    assert mean(drawn) == pytest.approx(200, rel=0.05)
-    assert min(drawn) >= 1
-    assert max(drawn) > 1000
-    assert str(Lengths.parse("~200", "")) == "~200"
-
-
-@pytest.mark.parametrize("text", ["", "0", "-3", "9-3", "~1-2", "1.5", "many", "1-2-3", "~", "٣"])
-def test_a_bad_distribution_is_refused_by_its_flag(text: str) -> None:
-    with pytest.raises(ConfigError, match="--prompt is "):
-        Lengths.parse(text, "--prompt")
 
 
 def test_prompts_of_token_ids_are_exactly_as_long_and_of_the_given_ids() -> None:

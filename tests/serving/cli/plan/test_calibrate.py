@@ -76,8 +76,8 @@ def test_a_log_that_does_not_fit_is_refused(
 
 def test_flags_that_contradict_are_refused(tmp_path: Path) -> None:
     log = write(tmp_path / "log")
-    with pytest.raises(ConfigError, match="one of --load and --calibrate"):
-        calibrate("--calibrate", log, "--load", "in=10,out=5,rate=1")
+    with pytest.raises(ConfigError, match="--explain, --why and --calibrate"):
+        calibrate("--calibrate", log, "--why")
     with pytest.raises(ConfigError, match="--load is missing"):
         calibrate()
     with pytest.raises(ConfigError, match="--for has 2 slices"):

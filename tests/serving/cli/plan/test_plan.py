@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
+from weft.models.plan.switches import Decision, Torus
 from weft.serving.cli.main import weft
 
 LOAD = "in=100,out=20,rate=2"
@@ -102,6 +103,22 @@ def test_a_picture_shows_each_row(tmp_path: Path) -> None:
     assert text.count("H100:8") >= 2  # comments hold the texts that are drawn as paths
 
 
+def test_latencies_come_from_a_simulation_if_asked() -> None:
+    load = ("--for", "l40s:2", "--load", "in=100,out=20,rate=400")
+    formula, simulated = (
+        rows("weft-demo", *load, *more)[0] for more in ((), ("--simulate", "4000"))
+    )
+    assert simulated["flags"] == formula["flags"]
+    assert simulated["latency"] != formula["latency"]
+    for name, seconds in simulated["latency"].items():
+        assert seconds == pytest.approx(formula["latency"][name], rel=0.3)
+
+
+def test_a_load_that_is_too_large_names_the_largest() -> None:
+    text = planned("weft-demo", "--for", "l40s:1", "--load", "in=100,out=20,rate=999999")
+    assert "no row serves this load: the most is" in text
+
+
 def test_own_prices_count(tmp_path: Path) -> None:
     file = tmp_path / "devices.toml"
     file.write_text("[H100]\nprice = 29.5\n")
@@ -122,6 +139,12 @@ def test_own_prices_count(tmp_path: Path) -> None:
         (("weft-demo", *EIGHT[:2], "--load", "in=1,out=2,rate=1e99"), "rate of --load"),
         (("weft-demo", *EIGHT, "--slo", "speed=1"), "--slo has 'speed'"),
         (("weft-demo", *EIGHT, "--json", "--values"), "one of --json, --values"),
+        (("weft-demo", *EIGHT, "--simulate", "9", "--routing", "best"), "routing"),
+        (("weft-demo", *EIGHT, "--why", "--values"), "--explain, --why and --calibrate"),
+        (("weft-demo", *EIGHT[:2]), "--load is missing"),
+        (("weft-demo", *EIGHT, "--tp", "3"), "--tp is 3; on h100:8 it must be one of 1, 2, 4"),
+        (("weft-demo", *EIGHT[:2], "--tp", "16", "--why"), "--tp is 16; H100:8 has 8 devices"),
+        (("weft-demo", *EIGHT[:2], "--tp", "3", "--why"), "--tp is 3; it must divide"),
         (("weft-demo", *EIGHT, "--plot", "plan.txt"), "its name must end in"),
         (("weft-demo", *EIGHT, "--max-model-len", "4096"), "has a context of 2048"),
     ],
@@ -139,3 +162,23 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
         planned(str(model), "--for", "tiny:1", "--load", LOAD, "--devices", str(file))
     text = planned(str(model), "--for", "tiny:1,h100:1", "--load", LOAD, "--devices", str(file))
     assert "does not fit on tiny:1" in text
+
+
+def test_only_layouts_with_the_given_tp_are_planned() -> None:
+    found = rows("weft-demo", *EIGHT, "--tp", "2")
+    assert {row["layout"]["tp"] for row in found} == {2}
+
+
+def test_why_tells_the_decisions_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = planned("weft-demo", "--for", "v5e:2x2,h100:4,cpu:2", "--tp", "2", "--why")
+    monkeypatch.setattr(Torus, "shards_tokens", lambda *_: Decision(True, "told so"))
+    monkeypatch.setattr(Torus, "gathers_weights", lambda *_: Decision(True, "told so"))
+    sharded = planned("weft-demo", "--for", "v5e:2x2", "--tp", "2", "--why")
+    assert sharded.splitlines()[:3] == [
+        "v5e:2x2 --tp 2",
+        "  32: tokens are sharded: told so",
+        "  32: weights travel: told so",
+    ]
+    assert "  32: tokens are replicated: all layers' products and exchanges take" in text
+    assert "tokens are replicated, and more sharded: a layer's products take" in text
+    assert text.endswith("cpu:2 --tp 2\n  nothing to decide: there is one way to run a step\n")

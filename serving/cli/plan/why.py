@@ -1,0 +1,69 @@
+"""The decisions that weft makes for a layout, with the costs that it compares.
+
+They are the decisions of models/jax and models/torch when they serve.
+"""
+
+from __future__ import annotations
+
+from weft.errors import ConfigError
+from weft.models.plan.hardware import Slice
+from weft.models.plan.switches import Torus
+from weft.models.spec.layout import Layout, check_layout
+from weft.models.spec.spec import ModelSpec
+
+SMALLEST = 32
+"""Smallest number of tokens in the list."""
+
+
+def decisions(spec: ModelSpec, place: Slice, tp: int | None, dtype: str, most: int) -> str:
+    """Return each decision on a slice, in lines.
+
+    Args:
+        spec: the model.
+        place: the slice.
+        tp: number of devices that share the model; None for all in the slice.
+        dtype: compute dtype.
+        most: maximum number of tokens in a step.
+
+    Raises:
+        ConfigError: the slice or the model's sizes do not allow the layout.
+    """
+    devices = place.devices if tp is None else tp
+    if devices > place.devices:
+        raise ConfigError(f"--tp is {tp}; {place} has {place.devices} devices")
+    check_layout(spec, devices, 1)
+    local = Layout(devices).local(spec)
+    head = f"{place} --tp {devices}"
+    if place.device.shapes:
+        lines = _torus(Torus(place, local, devices, dtype), most)
+    elif place.device.name != "cpu" and 1 < devices <= place.shape[1]:
+        lines = [_gpus(local, place, devices, dtype, most)]
+    else:
+        lines = ["nothing to decide: there is one way to run a step"]
+    return "\n  ".join([head, *lines])
+
+
+def _torus(torus: Torus, most: int) -> list[str]:
+    lines = []
+    sizes = [SMALLEST]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    for tokens in sizes:
+        shards = torus.shards_tokens(tokens)
+        what = "tokens are sharded" if shards.value else "tokens are replicated"
+        lines.append(f"{tokens}: {what}: {shards.reason}")
+        if shards.value:
+            gathers = torus.gathers_weights(tokens)
+            what = "weights travel" if gathers.value else "tokens travel"
+            lines.append(f"{tokens}: {what}: {gathers.reason}")
+    return lines
+
+
+def _gpus(local: ModelSpec, place: Slice, devices: int, dtype: str, most: int) -> str:
+    from weft.kernels.gpu.tuning.costs import device_named
+    from weft.models.torch.crossover import predicted_few_tokens, products_of
+
+    device = device_named(place.device.name)
+    few = predicted_few_tokens(device, devices, products_of(local), dtype, most)
+    figures = "" if device.name == place.device.name else f" (with the figures of {device.name})"
+    return f"up to {few.value} tokens are replicated, and more sharded: {few.reason}{figures}"
