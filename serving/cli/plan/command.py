@@ -74,6 +74,12 @@ FILE = click.Path(path_type=Path)
     show_default=True,
     help="between the engines of a row, in a simulation",
 )
+@click.option(
+    "--calibrate",
+    metavar="LOG,...",
+    default="",
+    help="fit the slice's constants to logs of weft serve --step-log; writes TOML for --devices",
+)
 @takes(EngineConfig, model=True, only=SETTINGS)
 def make_plan(
     settings: Settings,
@@ -89,6 +95,7 @@ def make_plan(
     plot: Path | None,
     simulate: int | None,
     routing: str,
+    calibrate: str,
 ) -> int:
     """Plan how to serve MODEL: layouts, speed, price.
 
@@ -100,22 +107,31 @@ def make_plan(
     weft plan Qwen/Qwen3-8B --for v5e:2x4,l40s:4 --load in=500,out=~200,users=64 --slo itl=0.05
     weft plan ./CHECKPOINT --for h100:8 --load in=1000,out=200,rate=8 --values > values.yaml
     weft plan Qwen/Qwen3-8B --for v5e:2x4 --tp 8 --why
+    weft plan ./CHECKPOINT --for cpu:1 --calibrate steps.jsonl > mine.toml
     """
     from weft.serving.cli.plan import report
+    from weft.serving.cli.plan.calibrate import calibrated
     from weft.serving.cli.plan.why import decisions
     from weft.serving.executor.fetch import fetch
 
-    if sum((as_json, values, explain, why)) > 1:
-        raise ConfigError("give one of --json, --values, --explain and --why")
-    if load is None and not why:
-        raise ConfigError("--load is missing; give one such as in=1000,out=200,rate=8, or --why")
+    if sum((as_json, values, explain, why, bool(calibrate))) > 1:
+        raise ConfigError("give one of --json, --values, --explain, --why and --calibrate")
+    if load is None and not (why or calibrate):
+        raise ConfigError(
+            "--load is missing; give one such as in=1000,out=200,rate=8, or --why or --calibrate"
+        )
     if plot is not None:
         check_file(plot, "--plot")
         check_plot(plot)
     known = DEVICES if devices is None else read_devices(devices)
     slices = [read_slice(each.strip(), known) for each in places.split(",")]
-    config = asyncio.run(fetch(settings.build(EngineConfig), weights=False))
+    given = settings.build(EngineConfig)
+    config = asyncio.run(fetch(given, weights=False))
     spec = read_spec(locate(config.model, config.revision))
+    if calibrate:
+        logs = [Path(log.strip()) for log in calibrate.split(",")]
+        print(calibrated(logs, given.model, spec, slices))
+        return 0
     if load is None or why:
         dtype, most = spec.compute_dtype(config.dtype), config.max_num_batched_tokens
         print("\n".join(decisions(spec, place, tp, dtype, most) for place in slices))

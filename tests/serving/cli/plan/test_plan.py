@@ -140,7 +140,7 @@ def test_own_prices_count(tmp_path: Path) -> None:
         (("weft-demo", *EIGHT, "--slo", "speed=1"), "--slo has 'speed'"),
         (("weft-demo", *EIGHT, "--json", "--values"), "one of --json, --values"),
         (("weft-demo", *EIGHT, "--simulate", "9", "--routing", "best"), "routing"),
-        (("weft-demo", *EIGHT, "--why", "--values"), "--explain and --why"),
+        (("weft-demo", *EIGHT, "--why", "--values"), "--explain, --why and --calibrate"),
         (("weft-demo", *EIGHT[:2]), "--load is missing"),
         (("weft-demo", *EIGHT, "--tp", "3"), "--tp is 3; on h100:8 it must be one of 1, 2, 4"),
         (("weft-demo", *EIGHT[:2], "--tp", "16", "--why"), "--tp is 16; H100:8 has 8 devices"),
