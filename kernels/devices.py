@@ -69,6 +69,8 @@ class Device:
         shapes: slices of a torus, the smallest first, counted in chips; () without a torus.
         ring: axes with a multiple of this size close to a ring. With three axes, all or none do.
         inside: between the devices on one chip; None if a chip is one device, else a chip is two.
+        overlaps: reads from memory run beside arithmetic.
+        vector: the number format at whose rate a CPU's vector units multiply; else None.
     """
 
     name: str
@@ -86,6 +88,8 @@ class Device:
     ring: int = 0
     inside: Link | None = None
     reached: Reached = Reached()
+    overlaps: bool = True
+    vector: str | None = None
 
     @property
     def per_chip(self) -> int:
@@ -326,6 +330,7 @@ _TABLE = (
         ring=4,
         inside=Link(6 * 9e10, HOP, "pairs"),
     ),
+    # A core reads weights and multiplies them in turn: docs/benchmarks/plan.md.
     Device(
         name="cpu",
         flops=_flops(150e9, 300e9, 600e9, 150e9),
@@ -349,6 +354,8 @@ _TABLE = (
             "reached": "assumed",
             "price": "two virtual CPUs at Nebius, on demand, in SkyPilot's catalogue v8 (2025)",
         },
+        overlaps=False,
+        vector="float32",
     ),
 )
 DEVICES = {device.name: device for device in _TABLE}

@@ -34,12 +34,17 @@ class Limits:
 
 def measure(threads: int) -> Limits:
     """Measure both with so many threads; takes a few seconds and 1.5 GiB."""
+    gemm = products(threads, "bfloat16")
+    return Limits(max(_read_floats(), _read_packed()), gemm)
+
+
+def products(threads: int, dtype: str) -> float:
+    """Operations per second of a square product with so many threads."""
     import torch
 
     torch.set_num_threads(threads)
-    square = torch.ones(_GEMM, _GEMM, dtype=torch.bfloat16)
-    gemm = 2 * _GEMM**3 / _middle(lambda: square @ square)
-    return Limits(max(_read_floats(), _read_packed()), gemm)
+    square = torch.ones(_GEMM, _GEMM, dtype=getattr(torch, dtype))
+    return 2 * _GEMM**3 / _middle(lambda: square @ square)
 
 
 def _read_floats() -> float:

@@ -23,7 +23,7 @@ FASTEST = 5
 """Number of runs that must agree."""
 AGREE = 1.05
 """They agree if the slowest takes at most this many times as long as the fastest."""
-LONGEST = 4.0
+PATIENCE = 3.0
 """Seconds for one case, if its runs do not agree."""
 FILL_ROWS = 256
 """Requests in a step that fills pages."""
@@ -102,7 +102,7 @@ class Steps:
         for row, (first, own) in enumerate(zip(np.cumsum(pages) - pages, pages, strict=True)):
             table[row, :own] = np.arange(first, first + own)
         runs: list[float] = []
-        while len(runs) < FASTEST or (not _agree(runs) and sum(runs) < LONGEST):
+        while len(runs) < FASTEST or (not _agree(runs) and sum(runs) < PATIENCE):
             step = self._input(counts, context, table, sampled=True)
             runs.append(self._run(step))
         return Timed(case, Batch.of([step]), statistics.median(sorted(runs)[:FASTEST]))

@@ -183,7 +183,7 @@ SHARES = [each.name for each in fields(Reached)]
 CHANGEABLE = [
     each.name
     for each in fields(Device)
-    if each.name not in ("name", "sources", "shapes", "ring", "inside")
+    if each.name not in ("name", "sources", "shapes", "ring", "inside", "overlaps", "vector")
 ]
 
 

@@ -120,7 +120,7 @@ def shares(choice: Choice, batch: Batch) -> dict[str, float]:
     slowest = max(choice.engine.parts(batch), key=lambda parts: sum(p.seconds for p in parts))
     seconds = dict.fromkeys(REMEDIES, 0.0)
     for part in slowest:
-        seconds[_roof(part)] += max(part.arithmetic, part.memory)
+        seconds[_roof(part)] += part.roof
         seconds["exchange"] += part.exchange
         seconds["launch"] += part.launch
     seconds["host"] = choice.engine.host

@@ -91,6 +91,8 @@ class Operator:
         overlapped: the exchanges are hidden behind the product.
         times: how often it runs in the step.
         kernels: operators or kernels that are launched for it.
+        vector: on a CPU, vector units compute it, not matrix units: attention, a tied LM head, and
+            products with weights that are widened from int8 (kernels/cpu/linear.py, int8.py).
     """
 
     what: str
@@ -100,6 +102,7 @@ class Operator:
     overlapped: bool = False
     times: int = 1
     kernels: int = 1
+    vector: bool = False
 
     @property
     def sent(self) -> float:
@@ -223,7 +226,12 @@ class RankModel:
         read = sum(self.precision.weight_bytes(weight, weight.size) for weight in weights)
         read += rows * (width + columns) * item
         return Operator(
-            what, 2 * rows * size, read if rows else 0, exchanges, self.overlapped and size > 0
+            what,
+            2 * rows * size,
+            read if rows else 0,
+            exchanges,
+            self.overlapped and size > 0,
+            vector=self.precision.quantization == "int8",
         )
 
     def _attention(self, attention: AttentionSpec, batch: Batch) -> Iterator[Operator]:
@@ -243,7 +251,8 @@ class RankModel:
         prefill_read = batch.prefills * min(2 * batch.prefill_context, seen + tokens) / cp
         read = key_bytes * (decode_keys + prefill_read + tokens / cp)
         read += 2 * tokens * heads * local.head_dim * self.precision.item
-        yield Operator("attention", flops, read, self._attention_exchanges(tokens, heads))
+        exchanges = self._attention_exchanges(tokens, heads)
+        yield Operator("attention", flops, read, exchanges, vector=True)
         yield self._product("o", tokens, (attention.o.weight,), self._out_of(tokens))
 
     def _attention_exchanges(self, tokens: int, heads: int) -> tuple[Exchange, ...]:
@@ -284,6 +293,7 @@ class RankModel:
             hit * per_expert + chosen * (2 * hidden + 3 * width) * item,
             exchanges + self._out_of(rows),  # nothing hides them
             kernels=4,  # sort the tokens, two grouped products, weigh their results
+            vector=self.precision.quantization == "int8",
         )
 
     def _lm_head(self, requests: int) -> Operator:
@@ -294,7 +304,8 @@ class RankModel:
         if size > 1 and requests:
             payload = size * requests * LARGEST
             exchanges = (Exchange("all_gather", "tensor", size, payload),)
-        return replace(head, exchanges=exchanges, overlapped=False)
+        vector = head.vector or local.lm_head is None
+        return replace(head, exchanges=exchanges, overlapped=False, vector=vector)
 
 
 def stages(

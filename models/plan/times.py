@@ -3,9 +3,10 @@
     operators (step.py) + slice (hardware.py) ──► seconds
 
 An operator takes the longer of its arithmetic and its memory traffic (a roofline; Williams et al.
-2009), and time to launch its kernels. An exchange comes after that, or beside it: an overlapped one
-adds only what the product does not hide, and the latency of its first hop. Peaks of data sheets are
-never reached, so `Device.reached` (kernels/devices.py) says which share of each is.
+2009), and time to launch its kernels. On a CPU it takes both, one after the other. An exchange
+comes after that, or beside it: an overlapped one adds only what the product does not hide, and the
+latency of its first hop. Peaks of data sheets are never reached, so `Device.reached`
+(kernels/devices.py) says which share of each is.
 
 With pipeline stages, the requests form as many parts as there are stages, and each stage computes
 one part: a token takes the slowest stage's time, once for each stage.
@@ -49,7 +50,8 @@ class Part:
         flops: operations.
         read: bytes from and to the device's memory.
         sent: bytes to other ranks.
-        arithmetic, memory: seconds if only this counted; the longer one does.
+        arithmetic, memory: seconds if only this counted.
+        roof: seconds for both: the longer one, or their sum if they do not overlap.
         exchange: seconds between ranks that nothing hides.
         hidden: seconds between ranks beside the product.
         launch: seconds to launch kernels.
@@ -61,6 +63,7 @@ class Part:
     sent: float
     arithmetic: float
     memory: float
+    roof: float
     exchange: float
     hidden: float
     launch: float
@@ -68,23 +71,18 @@ class Part:
     @property
     def seconds(self) -> float:
         """All seconds that pass."""
-        return max(self.arithmetic, self.memory) + self.exchange + self.launch
+        return self.roof + self.exchange + self.launch
 
     def __add__(self, other: Part) -> Part:
-        """Return both together; their longer resource stays the one that counts."""
-        both = max(self.arithmetic, self.memory) + max(other.arithmetic, other.memory)
-        arithmetic, memory = self.arithmetic + other.arithmetic, self.memory + other.memory
-        if arithmetic > memory:
-            arithmetic = both
-        else:
-            memory = both
+        """Return both together."""
         return Part(
             self.what,
             self.flops + other.flops,
             self.read + other.read,
             self.sent + other.sent,
-            arithmetic,
-            memory,
+            self.arithmetic + other.arithmetic,
+            self.memory + other.memory,
+            self.roof + other.roof,
             self.exchange + other.exchange,
             self.hidden + other.hidden,
             self.launch + other.launch,
@@ -127,7 +125,9 @@ class Engine:
         self._links = device.reached.links
         by_format = "int8" if precision.quantization == "int8" else precision.dtype
         self.flops = device.flops[by_format] * device.reached.flops
+        self._vector = device.flops[device.vector or by_format] * device.reached.flops
         self.bandwidth = device.bandwidth * device.reached.bandwidth
+        self._overlaps = device.overlaps
         self.launch = device.launch
         self.host = device.host
         self._stages = stages(spec, layout, precision)
@@ -175,16 +175,19 @@ class Engine:
 
     def _part(self, operator: Operator) -> Part:
         times = operator.times
-        arithmetic = operator.flops / self.flops * times
+        rate = self._vector if operator.vector else self.flops
+        arithmetic = operator.flops / rate * times
         memory = operator.read / self.bandwidth * times
+        roof = max(arithmetic, memory) if self._overlaps else arithmetic + memory
         exchange = sum(map(self._exchange, operator.exchanges)) * times
         hidden = 0.0
         if operator.overlapped and exchange:
             first = sum(self._latency(each.ranks) for each in operator.exchanges) * times
-            hidden = min(max(arithmetic, memory), max(0.0, exchange - first))
+            hidden = min(roof, max(0.0, exchange - first))
         launch = self.launch * operator.kernels * times if operator.read else 0.0
         totals = (operator.flops * times, operator.read * times, operator.sent * times)
-        return Part(operator.what, *totals, arithmetic, memory, exchange - hidden, hidden, launch)
+        times_alone = (arithmetic, memory, roof)
+        return Part(operator.what, *totals, *times_alone, exchange - hidden, hidden, launch)
 
     def _exchange(self, exchange: Exchange) -> float:
         collective = COLLECTIVES[exchange.kind]

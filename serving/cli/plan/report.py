@@ -183,11 +183,13 @@ def formulas(row: Row, load: Load) -> str:
         max(1, round(row.steady.mean_decodes)) if row.steady else 1,
         load.prompt.mean + load.answer.mean / 2,
     )
+    both = ("FLOP / F", "bytes / B")
+    roof = f"max({', '.join(both)})" if choice.place.device.overlaps else " + ".join(both)
     lines = [
         f"{choice.place} {choice.flags}: a step with {batch.decodes} decodes at a context of "
         f"{batch.decode_context:,.0f} tokens, on the first rank of each stage",
         "",
-        "seconds of an operator  max(FLOP / F, bytes / B) + exchange + launches x L",
+        f"seconds of an operator  {roof} + exchange + launches x L",
         f"F = {engine.flops:.4g} FLOP/s, B = {engine.bandwidth:.4g} bytes/s, "
         f"L = {engine.launch * 1e6:.3g} us; exchanges: docs/plan.md, Collectives",
         f"seconds of the step     {choice.layout.pp} x (the slowest stage + host) = "

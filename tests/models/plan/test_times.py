@@ -111,8 +111,8 @@ def test_a_part_of_a_ring_is_a_line() -> None:
 
 
 def test_parts_add_up() -> None:
-    one = Part("a", 1.0, 1.0, 1.0, 1.0, 2.0, 0.5, 0.0, 0.1)
-    other = Part("a", 2.0, 2.0, 2.0, 4.0, 3.0, 0.0, 0.2, 0.1)
+    one = Part("a", 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 0.5, 0.0, 0.1)
+    other = Part("a", 2.0, 2.0, 2.0, 4.0, 3.0, 4.0, 0.0, 0.2, 0.1)
     both = one + other
     assert both.seconds == pytest.approx(one.seconds + other.seconds)
     assert both.hidden == 0.2
@@ -136,3 +136,31 @@ def test_shares_that_are_not_reached_take_longer() -> None:
         assert other.memory == pytest.approx(2 * part.memory)
         if part.what == "down":  # the last layer's is so small that its latency counts
             assert other.exchange == pytest.approx(2 * part.exchange, rel=0.01)
+
+
+def test_a_cpu_reads_and_multiplies_in_turn() -> None:
+    batch = Batch(16, 500.0)
+    (parts,) = Engine(SPEC, Layout(), at_peak("cpu:1"), Precision()).parts(batch)
+    for part in parts:
+        assert part.seconds == pytest.approx(part.arithmetic + part.memory)
+    (parts,) = Engine(SPEC, Layout(), at_peak("h100:1"), Precision()).parts(batch)
+    for part in parts:
+        assert part.seconds >= max(part.arithmetic, part.memory)
+
+
+def test_vector_units_of_a_cpu_are_slower() -> None:
+    """Attention, a tied LM head, and weights that are widened from int8 do not use matrix units."""
+    place = at_peak("cpu:1")
+    fast, slow = place.device.flops["bfloat16"], place.device.flops["float32"]
+
+    def rates(quantization: str) -> dict[str, float]:
+        engine = Engine(SPEC, Layout(), place, Precision("bfloat16", quantization))
+        (parts,) = engine.parts(Batch(16, 500.0))
+        return {part.what: part.flops / part.arithmetic for part in parts if part.flops}
+
+    assert SPEC.lm_head is None
+    assert rates("none") == pytest.approx(
+        {"qkv": fast, "attention": slow, "o": fast, "gate + up": fast, "down": fast}
+        | {"lm head": slow}
+    )
+    assert list(rates("int8").values()) == pytest.approx([slow] * 6)

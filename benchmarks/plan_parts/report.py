@@ -1,0 +1,184 @@
+"""Fits the planner's constants to half of the measured steps, predicts the others, writes a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from peers.limits import Limits
+
+from plan_parts.servers import Measured
+from weft.kernels.devices import DEVICES, Device
+from weft.models.checkpoint.locate import locate, read_spec
+from weft.models.plan.batch import Batch
+from weft.models.plan.calibration import Constants, Errors, Server, fit
+from weft.models.plan.hardware import Slice
+from weft.models.plan.step import Precision
+from weft.models.spec.layout import Layout
+
+GOAL = Errors(0, 0.10, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything that was measured.
+
+    Attributes:
+        command: the command line.
+        machine: the machine's properties.
+        limits: read bandwidth, and bfloat16 products, with all threads.
+        float32: float32 products: operations per second with all threads.
+        servers: the steps.
+    """
+
+    command: str
+    machine: dict[str, str]
+    limits: Limits
+    float32: float
+    servers: list[Measured]
+
+
+def page(run: Run) -> str:
+    """Return the page."""
+    servers = [_server(run, each) for each in run.servers]
+    start = Constants.of(_device(run, 1))
+    together = fit([_half(server, 0) for server in servers], start)
+    alone = [fit([_half(server, 0)], start) for server in servers]
+    held_out = [_half(server, 1) for server in servers]
+    return "\n".join(
+        [
+            *_head(run, together),
+            *_summary(run, held_out, together, alone),
+            *_steps(run, held_out, together),
+        ]
+    )
+
+
+def _device(run: Run, ranks: int) -> Device:
+    """Return what one of several ranks has of the machine."""
+    cpu = DEVICES["cpu"]
+    flops = {
+        "float32": run.float32,
+        "bfloat16": run.limits.gemm,
+        "int8": run.limits.gemm,
+        "float8": run.float32,
+    }
+    return replace(
+        cpu,
+        flops={name: rate / ranks for name, rate in flops.items()},
+        bandwidth=run.limits.bandwidth / ranks,
+    )
+
+
+def _server(run: Run, measured: Measured) -> Server:
+    spec = read_spec(locate(measured.model))
+    return Server(
+        spec=spec,
+        layout=Layout(tp=measured.tp),
+        place=Slice(_device(run, measured.tp), (1, measured.tp)),
+        precision=Precision(spec.compute_dtype("auto"), measured.quantization),
+        steps=[(step.batch, step.seconds) for step in measured.steps],
+    )
+
+
+def _half(server: Server, first: int) -> Server:
+    return replace(server, steps=server.steps[first::2])
+
+
+def _head(run: Run, constants: Constants) -> Iterator[str]:
+    reached = constants.reached
+    yield f"""# The planner's error
+
+`benchmarks/plan.py` wrote this page. It times steps of real executors, fits five constants of
+[`weft plan`](../plan.md) to every second step, and predicts the other steps.
+
+    {run.command}
+
+| | |
+| --- | --- |"""
+    yield from (f"| {name} | {value} |" for name, value in run.machine.items())
+    yield f"""| products | {run.limits.gemm / 1e9:,.0f} GFLOP/s in bfloat16, {run.float32 / 1e9:,.0f} in \
+float32 |
+| memory | {run.limits.bandwidth / 1e9:.1f} GB/s |
+
+A server has all cores: `--tp 2` gives each rank half of them. Other work ran on the machine at the
+same time. A step ran until its five fastest runs agreed within 5%, for at most 3 s, and their
+median counts. A step's time is that from its submission to the executor until its result.
+
+| constant | fitted to all servers together |
+| --- | --- |
+| share of FLOP/s | {reached.flops:.2f} |
+| share of memory bandwidth | {reached.bandwidth:.2f} |
+| share of link bandwidth | {reached.links:.2f} |
+| seconds to launch an operator | {constants.launch:.2g} |
+| seconds of the host for a step | {constants.host:.2g} |
+"""
+
+
+def _summary(
+    run: Run, held_out: Sequence[Server], together: Constants, alone: Sequence[Constants]
+) -> Iterator[str]:
+    yield f"""## Error
+
+Errors are |predicted / measured - 1| over the steps that no fit saw. The goal is a median of
+{GOAL.median:.0%} and a 90th percentile (p90) of {GOAL.p90:.0%}. "Own fit" fits the constants to
+the server's own steps, as `weft plan --calibrate` does. "Common fit" has one set of constants for
+all servers.
+
+| server | steps | own fit: median | p90 | common fit: median | p90 |
+| --- | --- | --- | --- | --- | --- |"""
+    own_ratios, common_ratios = [], []
+    for measured, server, constants in zip(run.servers, held_out, alone, strict=True):
+        own, common = server.ratios(constants), server.ratios(together)
+        own_ratios += own
+        common_ratios += common
+        yield _row(_name(measured), Errors.of(own), Errors.of(common))
+    own, common = Errors.of(own_ratios), Errors.of(common_ratios)
+    yield _row("all", own, common)
+    yield ""
+    yield f"{_verdict('Own fits', own)} {_verdict('The common fit', common)}"
+    yield ""
+
+
+def _row(name: str, own: Errors, common: Errors) -> str:
+    cells = (f"{share:.1%}" for share in (own.median, own.p90, common.median, common.p90))
+    return f"| {name} | {own.count} | {' | '.join(cells)} |"
+
+
+def _verdict(what: str, errors: Errors) -> str:
+    met = errors.median <= GOAL.median and errors.p90 <= GOAL.p90
+    return f"{what}: goal {'reached' if met else '**not reached**'}."
+
+
+def _steps(run: Run, held_out: Sequence[Server], constants: Constants) -> Iterator[str]:
+    yield """## Steps
+
+The steps that no fit saw, in milliseconds, with the common fit.
+
+| server | step | predicted | measured | ratio |
+| --- | --- | --- | --- | --- |"""
+    for measured, server in zip(run.servers, held_out, strict=True):
+        for (batch, seconds), ratio in zip(server.steps, server.ratios(constants), strict=True):
+            yield (
+                f"| {_name(measured)} | {_work(batch)} | {1e3 * seconds * ratio:.3g} "
+                f"| {1e3 * seconds:.3g} | {ratio:.2f} |"
+            )
+    yield ""
+
+
+def _name(measured: Measured) -> str:
+    quantization = "" if measured.quantization == "none" else f", {measured.quantization}"
+    return f"{Path(measured.model).name}, tp {measured.tp}{quantization}"
+
+
+def _work(batch: Batch) -> str:
+    found = []
+    if batch.decodes:
+        found.append(f"{batch.decodes} decodes at {batch.decode_context:.0f}")
+    if batch.prefills:
+        found.append(
+            f"{batch.prefill_tokens} tokens in {batch.prefills} prompts "
+            f"at {batch.prefill_context:.0f}"
+        )
+    return " + ".join(found)
