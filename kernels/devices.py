@@ -105,7 +105,7 @@ HOST = 0.2e-3
 HOST_SOURCE = "docs/benchmarks/engine.md: the scheduler takes 0.11 to 0.19 ms for a step"
 
 SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x4x4", "4x4x4")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
 
 def _flops(float32: float, bfloat16: float, int8: float, float8: float) -> dict[str, float]:

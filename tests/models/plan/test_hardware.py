@@ -60,6 +60,7 @@ def test_each_figure_has_a_source_and_is_possible(device: Device) -> None:
         ("v5e:1x1", 1, []),
         ("v5e:2x4", 8, [2, 4]),
         ("v5p:2x2x1", 4, [2, 2]),
+        ("v4:2x2x4", 16, [2, 2, 4]),
         ("v4:4x4x8", 128, [4, 4, 8]),
         ("tpu7x:2x2x1", 8, [2, 2, 2]),
     ],
@@ -179,6 +180,7 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
         ("[H100]\nreached = { flops = 0 }", "H100: reached.flops is 0; it must be 0.001 or more"),
         ("[H100]\nreached = { host = 1 }", "unknown key 'host'; known are flops, bandwidth, links"),
         ("[H100", "devices.toml is not TOML"),
+        ("a = " + 9999 * "[", "devices.toml is not TOML"),
     ],
 )
 def test_impossible_numbers_are_refused(tmp_path: Path, text: str, message: str) -> None:
