@@ -69,6 +69,7 @@ class Device:
         shapes: slices of a torus, the smallest first, counted in chips; () without a torus.
         ring: axes with a multiple of this size close to a ring. With three axes, all or none do.
         inside: between the devices on one chip; None if a chip is one device, else a chip is two.
+        like: for a user's own device, the device in this table from which its numbers come.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Device:
     shapes: tuple[str, ...] = ()
     ring: int = 0
     inside: Link | None = None
+    like: str = ""
     reached: Reached = Reached()
 
     @property

@@ -38,7 +38,9 @@ def test_the_page_has_each_device(device: Device) -> None:
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
 def test_each_figure_has_a_source_and_is_possible(device: Device) -> None:
-    figures = {each.name for each in fields(Device)} - {"name", "sources", "shapes", "ring"}
+    figures = {each.name for each in fields(Device)} - {
+        *("name", "sources", "shapes", "ring", "like")
+    }
     if device.inside is None:
         figures.remove("inside")
     assert device.sources.keys() == figures
@@ -149,7 +151,8 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
     assert (cheap.price, cheap.bandwidth) == (1.99, h100.bandwidth)
     assert cheap.sources == h100.sources | {"price": str(path)}
     mine = read_slice("MINE:2x4", devices).device
-    assert (mine.name, mine.memory) == ("mine", 24_000_000_000)
+    assert (mine.name, mine.like, mine.memory) == ("mine", "v5e", 24_000_000_000)
+    assert cheap.like == ""
     assert isinstance(mine.memory, int)
     v5e = DEVICES["v5e"]
     assert mine.flops == v5e.flops | {"int8": 1e15}
