@@ -69,6 +69,7 @@ class Device:
         shapes: slices of a torus, the smallest first, counted in chips; () without a torus.
         ring: axes with a multiple of this size close to a ring. With three axes, all or none do.
         inside: between the devices on one chip; None if a chip is one device, else a chip is two.
+        like: for a user's own device, the device in this table from which its numbers come.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Device:
     shapes: tuple[str, ...] = ()
     ring: int = 0
     inside: Link | None = None
+    like: str = ""
     reached: Reached = Reached()
 
     @property
@@ -105,7 +107,7 @@ HOST = 0.2e-3
 HOST_SOURCE = "docs/benchmarks/engine.md: the scheduler takes 0.11 to 0.19 ms for a step"
 
 SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x4x4", "4x4x4")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
 
 def _flops(float32: float, bfloat16: float, int8: float, float8: float) -> dict[str, float]:

@@ -146,8 +146,7 @@ class Engine:
             batch: all requests of the replica.
         """
         return (
-            max(sum(part.seconds for part in parts) for parts in self.parts(batch))
-            * (self.layout.pp)
+            max(sum(part.seconds for part in parts) for parts in self.parts(batch)) * self.layout.pp
             + self.host
         )
 
