@@ -71,6 +71,7 @@ class Device:
         inside: between the devices on one chip; None if a chip is one device, else a chip is two.
         overlaps: reads from memory run beside arithmetic.
         vector: the number format at whose rate a CPU's vector units multiply; else None.
+        like: for a user's own device, the device in this table from which its numbers come.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Device:
     shapes: tuple[str, ...] = ()
     ring: int = 0
     inside: Link | None = None
+    like: str = ""
     reached: Reached = Reached()
     overlaps: bool = True
     vector: str | None = None
@@ -109,7 +111,7 @@ HOST = 0.2e-3
 HOST_SOURCE = "docs/benchmarks/engine.md: the scheduler takes 0.11 to 0.19 ms for a step"
 
 SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x4x4", "4x4x4")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
 
 def _flops(float32: float, bfloat16: float, int8: float, float8: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Fits the planner's constants to half of the measured steps, predicts the others, writes a page."""
+"""A page: the planner's constants from half of the measured steps, and its error on the others."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def _head(run: Run, constants: Constants) -> Iterator[str]:
 | | |
 | --- | --- |"""
     yield from (f"| {name} | {value} |" for name, value in run.machine.items())
-    yield f"""| products | {run.limits.gemm / 1e9:,.0f} GFLOP/s in bfloat16, {run.float32 / 1e9:,.0f} in \
-float32 |
+    yield f"""| bfloat16 products | {run.limits.gemm / 1e9:,.0f} GFLOP/s |
+| float32 products | {run.float32 / 1e9:,.0f} GFLOP/s |
 | memory | {run.limits.bandwidth / 1e9:.1f} GB/s |
 
 A server has all cores: `--tp 2` gives each rank half of them. Other work ran on the machine at the
-same time. A step ran until its five fastest runs agreed within 5%, for at most 3 s, and their
+same time. A step ran until its four fastest runs agreed within 5%, for at most 3 s, and their
 median counts. A step's time is that from its submission to the executor until its result.
 
 | constant | fitted to all servers together |
@@ -128,16 +128,17 @@ all servers.
 
 | server | steps | own fit: median | p90 | common fit: median | p90 |
 | --- | --- | --- | --- | --- | --- |"""
-    own_ratios, common_ratios = [], []
+    own_ratios: list[float] = []
+    common_ratios: list[float] = []
     for measured, server, constants in zip(run.servers, held_out, alone, strict=True):
         own, common = server.ratios(constants), server.ratios(together)
         own_ratios += own
         common_ratios += common
         yield _row(_name(measured), Errors.of(own), Errors.of(common))
-    own, common = Errors.of(own_ratios), Errors.of(common_ratios)
-    yield _row("all", own, common)
+    all_own, all_common = Errors.of(own_ratios), Errors.of(common_ratios)
+    yield _row("all", all_own, all_common)
     yield ""
-    yield f"{_verdict('Own fits', own)} {_verdict('The common fit', common)}"
+    yield f"{_verdict('Own fits', all_own)} {_verdict('The common fit', all_common)}"
     yield ""
 
 

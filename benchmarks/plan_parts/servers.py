@@ -21,7 +21,9 @@ CACHE = 256 << 20
 MOST_CACHED = 9000
 """Tokens in the cache at once."""
 CONTEXTS = (0.125, 0.5, 1.0)
-LONGEST = 2000
+"""Contexts of decodes, as shares of the longest."""
+LONGEST = 1000
+"""Tokens of context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from weft.models.interface import NONE, StepInput
 from weft.models.plan.batch import Batch
 from weft.serving.executor.base import Executor
 
-FASTEST = 5
+FASTEST = 4
 """Number of runs that must agree."""
+FEWEST = 2
+"""Number of runs at least."""
 AGREE = 1.05
 """They agree if the slowest takes at most this many times as long as the fastest."""
 PATIENCE = 3.0
@@ -102,7 +104,7 @@ class Steps:
         for row, (first, own) in enumerate(zip(np.cumsum(pages) - pages, pages, strict=True)):
             table[row, :own] = np.arange(first, first + own)
         runs: list[float] = []
-        while len(runs) < FASTEST or (not _agree(runs) and sum(runs) < PATIENCE):
+        while len(runs) < FEWEST or (sum(runs) < PATIENCE and not _agree(runs)):
             step = self._input(counts, context, table, sampled=True)
             runs.append(self._run(step))
         return Timed(case, Batch.of([step]), statistics.median(sorted(runs)[:FASTEST]))
@@ -135,4 +137,4 @@ class Steps:
 
 def _agree(runs: list[float]) -> bool:
     fastest = sorted(runs)[:FASTEST]
-    return fastest[-1] <= AGREE * fastest[0]
+    return len(fastest) == FASTEST and fastest[-1] <= AGREE * fastest[0]

@@ -52,8 +52,10 @@ def read_log(path: Path) -> list[Arrival]:
         ConfigError: the file cannot be read, a line is wrong, or there are fewer than two requests.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may have other line ends
+    except OSError as error:
+        raise ConfigError(f"log is {path}; it cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"log is {path}; it cannot be read: {error}") from None
     found = [
         arrival

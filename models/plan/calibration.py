@@ -85,8 +85,8 @@ class Server:
 def fit(servers: Sequence[Server], start: Constants) -> Constants:
     """Return the constants that predict the servers' steps best.
 
-    A pattern search (Hooke and Jeeves 1961): change one constant after the other, keep what helps,
-    go on in the direction that helped, and halve the changes once nothing does.
+    A pattern search (Hooke and Jeeves 1961): change each constant in turn, keep what helps, go on
+    in the direction that helped, and halve the changes once nothing does.
 
     Args:
         servers: with one step or more in all.
@@ -113,7 +113,7 @@ def fit(servers: Sequence[Server], start: Constants) -> Constants:
 def _explore(
     loss: Callable[[Logarithms], float], point: Logarithms, least: float, change: float
 ) -> tuple[Logarithms, float]:
-    """Change one number after the other; return the best point and its loss."""
+    """Change each number in turn; return the best point and its loss."""
     for i in range(len(point)):
         for step in (change, -change):
             tried = (*point[:i], point[i] + step, *point[i + 1 :])

@@ -52,8 +52,8 @@ class Flow:
         tokens = chunk
         for _ in range(ROUNDS):
             seconds = table.seconds(index, tokens)
-            mixed = min(rate * prompt / tokens, 1 / seconds)
-            share = mixed * seconds
+            share = min(1.0, rate * prompt / tokens * seconds)  # 1 if full, without rounding
+            mixed = share / seconds
             steps = mixed + ((1 - share) / alone if decodes else 0.0)
             together = rate * (1 / steps if decodes else seconds)
             tokens = min(room, max(chunk, prompt * together / -math.expm1(-together)))

@@ -169,7 +169,7 @@ def read_devices(path: Path) -> dict[str, Device]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     devices = dict(DEVICES)
     for name, table in tables.items():
@@ -180,11 +180,8 @@ def read_devices(path: Path) -> dict[str, Device]:
 
 MIN_SHARE = 1e-3
 SHARES = [each.name for each in fields(Reached)]
-CHANGEABLE = [
-    each.name
-    for each in fields(Device)
-    if each.name not in ("name", "sources", "shapes", "ring", "inside", "overlaps", "vector")
-]
+FIXED = {"name", "sources", "shapes", "ring", "inside", "like", "overlaps", "vector"}
+CHANGEABLE = [each.name for each in fields(Device) if each.name not in FIXED]
 
 
 def _read_device(path: Path, name: str, table: Any) -> Device:
@@ -220,7 +217,11 @@ def _read_device(path: Path, name: str, table: Any) -> Device:
             values[key] = int(number) if isinstance(old, int) else number
     known_as = _find(name, DEVICES)
     sources = base.sources | dict.fromkeys(values, str(path))
-    return replace(base, name=known_as.name if known_as else name, sources=sources, **values)
+    if known_as is None:
+        values |= {"name": name, "like": base.name}
+    else:
+        values["name"] = known_as.name
+    return replace(base, sources=sources, **values)
 
 
 def _numbers(where: str, table: Any, known: Sequence[str], least: float = 1) -> dict[str, float]:

@@ -35,6 +35,8 @@ class Row:
     Attributes:
         choice: how the model is served.
         steady: one replica's steady state; None if it cannot keep up with its part of the load.
+        rate: requests per second under the load, over all replicas; 0 if they cannot keep up.
+        batch: a replica's decode step under the load; if it cannot keep up, its largest.
         capacity: the largest rate of requests within the objective, over all replicas.
         tokens_per_second: tokens of answers per second at this rate.
         price: US dollars for a million tokens of answers at this rate; infinite at rate 0.
@@ -43,6 +45,8 @@ class Row:
 
     choice: Choice
     steady: Steady | None
+    rate: float
+    batch: Batch
     capacity: float
     tokens_per_second: float
     price: float
@@ -96,10 +100,11 @@ def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limi
 
 def _row(choice: Choice, load: Load, objective: Objective, limits: Limits) -> Row:
     own, seconds = _share(load, choice.replicas), _remembered(choice.engine.seconds)
+    groups = choice.layout.dp_size  # each attention group has a scheduler and a KV cache
     settings = {
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "kv_tokens": choice.ledger.tokens,
+        "max_num_seqs": groups * limits.max_num_seqs,
+        "max_num_batched_tokens": groups * limits.max_num_batched_tokens,
+        "kv_tokens": groups * choice.ledger.tokens,
     }
     one = largest_rate(own, seconds, objective, **settings)
     unbounded = one if not objective.limits else largest_rate(own, seconds, Objective(), **settings)
@@ -110,9 +115,10 @@ def _row(choice: Choice, load: Load, objective: Objective, limits: Limits) -> Ro
     tokens = capacity * load.answer.mean
     hourly = choice.place.device.price * choice.place.devices
     price = hourly / HOUR / tokens * 1e6 if tokens else math.inf
-    decodes = max(1, round(steady.mean_decodes)) if steady else limits.max_num_seqs
-    context = load.prompt.mean + load.answer.mean / 2
-    return Row(choice, steady, capacity, tokens, price, shares(choice, Batch(decodes, context)))
+    decodes = max(1, round(steady.mean_decodes)) if steady else settings["max_num_seqs"]
+    batch = Batch(decodes, load.prompt.mean + load.answer.mean / 2)
+    rate = steady.rate * _parts(load, own) if steady else 0.0
+    return Row(choice, steady, rate, batch, capacity, tokens, price, shares(choice, batch))
 
 
 def shares(choice: Choice, batch: Batch) -> dict[str, float]:
@@ -123,7 +129,7 @@ def shares(choice: Choice, batch: Batch) -> dict[str, float]:
         seconds[_roof(part)] += part.roof
         seconds["exchange"] += part.exchange
         seconds["launch"] += part.launch
-    seconds["host"] = choice.engine.host
+    seconds["host"] = choice.engine.host / choice.layout.pp  # once for all stages
     total = sum(seconds.values())
     return {name: each / total for name, each in seconds.items()}
 
@@ -140,11 +146,27 @@ def _share(load: Load, replicas: int) -> Load:
     return replace(load, rate=load.rate / replicas)
 
 
+def _parts(load: Load, own: Load) -> float:
+    """Return how many times one replica's part a load is."""
+    if load.users is not None and own.users is not None:
+        return load.users / own.users
+    assert load.rate is not None, "a load has a rate or users"
+    assert own.rate is not None, "a part is of the same kind"
+    return load.rate / own.rate
+
+
 def _worth_a_look(found: Iterable[Choice]) -> list[Choice]:
     """Leave out choices that another one with as many replicas beats at three different steps."""
     steps = (Batch(1, 1000.0), Batch(64, 1000.0), Batch(0, 0.0, 1, 2048, 1024.0))
     measured = [
-        (choice, (*(choice.engine.seconds(step) for step in steps), -choice.ledger.tokens))
+        (
+            choice,
+            (
+                *(choice.engine.seconds(step) for step in steps),
+                -choice.layout.dp_size * choice.ledger.tokens,
+                -choice.layout.dp_size,  # as many times the limits of one scheduler
+            ),
+        )
         for choice in found
     ]
     return [

@@ -3,7 +3,7 @@
     operators (step.py) + slice (hardware.py) ──► seconds
 
 An operator takes the longer of its arithmetic and its memory traffic (a roofline; Williams et al.
-2009), and time to launch its kernels. On a CPU it takes both, one after the other. An exchange
+2009), and time to launch its kernels. On a CPU both times add up. An exchange
 comes after that, or beside it: an overlapped one adds only what the product does not hide, and the
 latency of its first hop. Peaks of data sheets are never reached, so `Device.reached`
 (kernels/devices.py) says which share of each is.
@@ -146,8 +146,7 @@ class Engine:
             batch: all requests of the replica.
         """
         return (
-            max(sum(part.seconds for part in parts) for parts in self.parts(batch))
-            * (self.layout.pp)
+            max(sum(part.seconds for part in parts) for parts in self.parts(batch)) * self.layout.pp
             + self.host
         )
 

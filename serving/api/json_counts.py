@@ -34,9 +34,9 @@ class Counts(NamedTuple):
     wide: int = 0
 
 
-LEAST = Counts(containers=1 << 14, texts=1 << 16, values=1 << 18, escapes=1 << 20, wide=12 << 20)
+LEAST = Counts(containers=1 << 14, texts=1 << 16, values=1 << 18, escapes=1 << 20, wide=8 << 20)
 """Maximum numbers in a body for a model with a short context."""
-MOST = Counts(containers=1 << 15, texts=1 << 17, values=5 << 18, escapes=1 << 20, wide=12 << 20)
+MOST = Counts(containers=1 << 15, texts=1 << 17, values=5 << 18, escapes=1 << 20, wide=8 << 20)
 """The same for a model with a long context."""
 _NAMES = ("objects and lists", "texts", "values", "escapes", "bytes outside ASCII")
 MAX_DIGITS = 400

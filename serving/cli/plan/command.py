@@ -40,7 +40,8 @@ FILE = click.Path(path_type=Path)
     "--load",
     metavar="LOAD",
     help="in=TOKENS,out=TOKENS,rate=R (requests/s) or users=N; hit=SHARE of prompt tokens in the "
-    "prefix cache; TOKENS is 128, 64-256 (uniform) or ~200 (exponential); or log=FILE",
+    "prefix cache; groups=N different beginnings; TOKENS is 128, 64-256 (uniform) or ~200 "
+    "(exponential); or log=FILE",
 )
 @click.option(
     "--slo",
@@ -70,9 +71,7 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--routing",
     metavar="random|least-loaded|prefix",
-    default="least-loaded",
-    show_default=True,
-    help="between the engines of a row, in a simulation",
+    help="between the engines of a row, in a simulation; else least-loaded",
 )
 @click.option(
     "--calibrate",
@@ -94,7 +93,7 @@ def make_plan(
     why: bool,
     plot: Path | None,
     simulate: int | None,
-    routing: str,
+    routing: str | None,
     calibrate: str,
 ) -> int:
     """Plan how to serve MODEL: layouts, speed, price.
@@ -116,15 +115,20 @@ def make_plan(
 
     if sum((as_json, values, explain, why, bool(calibrate))) > 1:
         raise ConfigError("give one of --json, --values, --explain, --why and --calibrate")
+    if (why or calibrate) and (load, slo, plot, simulate) != (None, "", None, None):
+        flag = "--why" if why else "--calibrate"
+        raise ConfigError(f"{flag} is without --load, --slo, --plot and --simulate")
     if load is None and not (why or calibrate):
         raise ConfigError(
             "--load is missing; give one such as in=1000,out=200,rate=8, or --why or --calibrate"
         )
+    if routing is not None and simulate is None:
+        raise ConfigError(f"--routing is {routing}; it needs --simulate N")
     if plot is not None:
         check_file(plot, "--plot")
         check_plot(plot)
     known = DEVICES if devices is None else read_devices(devices)
-    slices = [read_slice(each.strip(), known) for each in places.split(",")]
+    slices = list(dict.fromkeys(read_slice(each.strip(), known) for each in places.split(",")))
     given = settings.build(EngineConfig)
     config = asyncio.run(fetch(given, weights=False))
     spec = read_spec(locate(config.model, config.revision))
@@ -132,7 +136,7 @@ def make_plan(
         logs = [Path(log.strip()) for log in calibrate.split(",")]
         print(calibrated(logs, given.model, spec, slices))
         return 0
-    if load is None or why:
+    if load is None:
         dtype, most = spec.compute_dtype(config.dtype), config.max_num_batched_tokens
         print("\n".join(decisions(spec, place, tp, dtype, most) for place in slices))
         return 0
@@ -154,14 +158,14 @@ def make_plan(
     if simulate is not None:
         from weft.serving.cli.plan.simulated import simulated
 
-        rows = list(simulated(rows, wanted, limits, simulate, routing))
-    asked = report.Asked(config.model, load, slo, limits, misfits)
+        rows = list(simulated(rows, wanted, limits, simulate, routing or "least-loaded"))
+    asked = report.Asked(config.model, config.revision, config.dtype, load, slo, limits, misfits)
     if plot is not None:
         from weft.serving.cli.plan.plot import draw
 
         write_whole(plot, lambda path: draw(rows, asked, path))
     form = report.document if as_json else report.helm if values else report.table
-    print(report.formulas(rows[0], wanted) if explain else form(rows, asked, objective))
+    print(report.formulas(rows[0]) if explain else form(rows, asked, objective))
     return 0
 
 

@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.errors import ConfigError
 from weft.models.memory.ledger import human_bytes
-from weft.models.plan.batch import Batch
 from weft.models.plan.choices import Limits
-from weft.models.plan.load import Load, Objective
+from weft.models.plan.load import Objective
 from weft.models.plan.plan import REMEDIES, Row
 
-TYPES = {"MI300X": "mi300x"}
-"""The chart's accelerator types, for devices whose name in lower case differs."""
+TYPES = {"A100": "a100-80gb"}
+"""The chart's accelerator types, for devices whose name in lower case is another type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,14 @@ class Asked:
     """The question that a plan answers.
 
     Attributes:
-        model, load, slo: as given.
+        model, revision, dtype, load, slo: as given.
         limits: each engine's settings.
         misfits: for slices on which the model does not fit, the reason.
     """
 
     model: str
+    revision: str | None
+    dtype: str
     load: str
     slo: str
     limits: Limits
@@ -36,7 +38,8 @@ class Asked:
 
 def table(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
     """Return the rows as a table, with notes on the first one."""
-    slo = f", within {asked.slo} (p99)" if asked.slo else ""
+    limits = [f"{name.replace('_', ' ')} {most:g} s" for name, most in objective.limits]
+    slo = f", within {', '.join(limits)}" if limits else ""
     head = (
         "slice",
         "engines",
@@ -71,6 +74,7 @@ def table(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
     lines += [
         "",
         f"{first.choice.place} {first.choice.flags}: {_advice(first)}",
+        f"  {first.rate:.3g} requests/s under this load",
         *(f"  {line}" for line in first.choice.ledger.render().splitlines()),
         *("", *asked.misfits)[: len(asked.misfits) + 1 if asked.misfits else 0],
     ]
@@ -100,7 +104,7 @@ def _pair(median: float, worst: float) -> str:
 
 
 def _advice(row: Row) -> str:
-    return f"{row.shares[row.limit]:.0%} of a step is {row.limit}. It needs {REMEDIES[row.limit]}"
+    return f"{row.shares[row.limit]:.0%} of a step is {row.limit}; less with {REMEDIES[row.limit]}"
 
 
 def document(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
@@ -128,6 +132,7 @@ def _entry(row: Row, objective: Objective) -> dict[str, object]:
         if steady is None
         else {name: getattr(steady.latency, name) for name in steady.latency.__slots__},
         "utilisation": None if steady is None else steady.utilisation,
+        "rate": row.rate,
         "largest_rate": row.capacity,
         "tokens_per_second": row.tokens_per_second,
         "dollars_per_million_tokens": None if math.isinf(row.price) else row.price,
@@ -142,20 +147,37 @@ def _entry(row: Row, objective: Objective) -> dict[str, object]:
 
 
 def helm(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
-    """Return Helm values for the first row, as YAML."""
+    """Return Helm values for the first row, as YAML.
+
+    Raises:
+        ConfigError: no row serves the load within the limits.
+    """
+    if not rows[0].keeps(objective):
+        most = max(row.capacity for row in rows)
+        raise ConfigError(
+            f"--load is {asked.load}; no row serves it within the limits, and the most is "
+            f"{most:.3g} requests/s: choose a larger slice, a lower load or other limits"
+        )
     choice, limits = rows[0].choice, asked.limits
     device = choice.place.device
+    known = device.like or device.name
+    path = asked.model if asked.revision is None else f"{asked.model}@{asked.revision}"
+    kind = TYPES.get(known, known.lower())
     lines = [
         f"# {choice.place} {choice.flags}, for {asked.load}",
         "model:",
-        f"  path: {json.dumps(asked.model)}",
+        f"  path: {json.dumps(path)}",
         "accelerator:",
-        f"  type: {TYPES.get(device.name, device.name.lower())}",
     ]
+    if device.like:
+        lines += [f"  type: {json.dumps(device.name)}", "  types:"]
+        lines += [f"    {json.dumps(device.name)}:", f"      like: {kind}"]
+    else:
+        lines.append(f"  type: {kind}")
     shape = "x".join(map(str, choice.place.shape))
     if device.shapes:
         lines.append(f"  topology: {shape}")
-    elif device.name != "cpu":
+    elif kind != "cpu":
         lines.append(f"  perHost: {choice.place.shape[1]}")
     if not device.shapes and choice.place.shape[0] > 1:
         lines.append(f"hosts: {choice.place.shape[0]}")
@@ -170,19 +192,18 @@ def helm(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
         f"  max_model_len: {limits.max_model_len}",
         f"  max_num_seqs: {limits.max_num_seqs}",
         f"  max_num_batched_tokens: {limits.max_num_batched_tokens}",
+        f"  block_size: {limits.block_size}",
+        f"  memory_fraction: {limits.memory_fraction}",
+        f"  dtype: {asked.dtype}",
     ]
     if choice.quantization != "none":
         lines.append(f"  quantization: {choice.quantization}")
     return "\n".join(lines)
 
 
-def formulas(row: Row, load: Load) -> str:
+def formulas(row: Row) -> str:
     """Return a decode step under the load: each operator's formula, with its numbers."""
-    choice, engine = row.choice, row.choice.engine
-    batch = Batch(
-        max(1, round(row.steady.mean_decodes)) if row.steady else 1,
-        load.prompt.mean + load.answer.mean / 2,
-    )
+    choice, engine, batch = row.choice, row.choice.engine, row.batch
     both = ("FLOP / F", "bytes / B")
     roof = f"max({', '.join(both)})" if choice.place.device.overlaps else " + ".join(both)
     lines = [
@@ -192,7 +213,7 @@ def formulas(row: Row, load: Load) -> str:
         f"seconds of an operator  {roof} + exchange + launches x L",
         f"F = {engine.flops:.4g} FLOP/s, B = {engine.bandwidth:.4g} bytes/s, "
         f"L = {engine.launch * 1e6:.3g} us; exchanges: docs/plan.md, Collectives",
-        f"seconds of the step     {choice.layout.pp} x (the slowest stage + host) = "
+        f"seconds of the step     {choice.layout.pp} x the slowest stage + host = "
         f"{engine.seconds(batch) * 1e3:.4g} ms, with {engine.host * 1e3:.3g} ms on the host",
     ]
     columns = ("FLOP", "read", "sent", "FLOP / F", "bytes / B", "exchange", "hidden", "launches")

@@ -38,13 +38,14 @@ def simulated(
             yield row
             continue
         ledger = row.choice.ledger
+        groups = row.choice.layout.dp_size  # simulated as one scheduler
         result = simulate(
             islice(load.arrivals(limits.max_model_len), requests),
             EngineLimits(
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_num_seqs=groups * limits.max_num_seqs,
+                max_num_batched_tokens=groups * limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
-                num_blocks=ledger.num_blocks,
+                num_blocks=groups * ledger.num_blocks,
                 block_size=ledger.block_size,
                 prefix_caching=load.hit > 0,
             ),

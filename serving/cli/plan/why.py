@@ -63,7 +63,7 @@ def _gpus(local: ModelSpec, place: Slice, devices: int, dtype: str, most: int) -
     from weft.kernels.gpu.tuning.costs import device_named
     from weft.models.torch.crossover import predicted_few_tokens, products_of
 
-    device = device_named(place.device.name)
+    device = device_named(place.device.like or place.device.name)
     few = predicted_few_tokens(device, devices, products_of(local), dtype, most)
     figures = "" if device.name == place.device.name else f" (with the figures of {device.name})"
     return f"up to {few.value} tokens are replicated, and more sharded: {few.reason}{figures}"

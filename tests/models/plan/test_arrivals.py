@@ -47,6 +47,18 @@ def test_a_bad_line_is_refused_by_its_place(tmp_path: Path, entry: object, messa
         read_log(write(tmp_path, FIRST, entry))
 
 
+def test_a_text_may_have_other_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    entries = (FIRST, FIRST | {"seconds": 1, "model": "a\u2028b\x85"})
+    path.write_text("\r\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries))
+    assert [each.time for each in read_log(path)] == [0.0, 1.0]
+
+
+def test_a_missing_log_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none; it cannot be read: No such file or directory$"):
+        read_log(tmp_path / "none")
+
+
 @given(text=st.text(), binary=st.binary(max_size=20))
 def test_any_file_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, text: str, binary: bytes

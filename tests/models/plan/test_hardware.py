@@ -39,7 +39,7 @@ def test_the_page_has_each_device(device: Device) -> None:
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
 def test_each_figure_has_a_source_and_is_possible(device: Device) -> None:
     figures = {each.name for each in fields(Device)} - {
-        *("name", "sources", "shapes", "ring", "overlaps", "vector"),
+        *("name", "sources", "shapes", "ring", "like", "overlaps", "vector"),
     }
     if device.inside is None:
         figures.remove("inside")
@@ -62,6 +62,7 @@ def test_each_figure_has_a_source_and_is_possible(device: Device) -> None:
         ("v5e:1x1", 1, []),
         ("v5e:2x4", 8, [2, 4]),
         ("v5p:2x2x1", 4, [2, 2]),
+        ("v4:2x2x4", 16, [2, 2, 4]),
         ("v4:4x4x8", 128, [4, 4, 8]),
         ("tpu7x:2x2x1", 8, [2, 2, 2]),
     ],
@@ -150,7 +151,8 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
     assert (cheap.price, cheap.bandwidth) == (1.99, h100.bandwidth)
     assert cheap.sources == h100.sources | {"price": str(path)}
     mine = read_slice("MINE:2x4", devices).device
-    assert (mine.name, mine.memory) == ("mine", 24_000_000_000)
+    assert (mine.name, mine.like, mine.memory) == ("mine", "v5e", 24_000_000_000)
+    assert cheap.like == ""
     assert isinstance(mine.memory, int)
     v5e = DEVICES["v5e"]
     assert mine.flops == v5e.flops | {"int8": 1e15}
@@ -181,6 +183,7 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
         ("[H100]\nreached = { flops = 0 }", "H100: reached.flops is 0; it must be 0.001 or more"),
         ("[H100]\nreached = { host = 1 }", "unknown key 'host'; known are flops, bandwidth, links"),
         ("[H100", "devices.toml is not TOML"),
+        ("a = " + 9999 * "[", "devices.toml is not TOML"),
     ],
 )
 def test_impossible_numbers_are_refused(tmp_path: Path, text: str, message: str) -> None:

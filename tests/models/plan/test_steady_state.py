@@ -120,3 +120,12 @@ def test_requests_end_as_often_as_they_come(part: float, slots: int) -> None:
     assert sum(weights) + taken == pytest.approx(1)
     ends = sum(weight * flow.ends for weight, flow in zip(weights, flows, strict=True))
     assert ends + taken * flows[-1].ends == pytest.approx(rate, rel=0.01)
+
+
+@given(st.floats(1e-4, 1.0), st.integers(2, 512))
+def test_full_steps_do_not_keep_up(scale: float, prompt: int) -> None:
+    """Their share is 1 without rounding; a bit less would make any rate possible."""
+    load = Load.parse(f"in={prompt},out=20,rate=1")
+    table = StepTable(load, lambda batch: scale * seconds(batch), **LIMITS)
+    for index in range(len(table.decodes)):
+        assert Flow.of(table, index, 1e6 / scale).share == 1.0

@@ -69,7 +69,7 @@ def many(element: str, number: int) -> bytes:
         (many('""', LEAST.texts), "more than 65,536 texts"),
         (many("0", LEAST.values), "more than 262,144 values"),
         (many('"' + r"\n\\" * LEAST.escapes + '"', 1), "more than 1,048,576 escapes"),
-        (many('"' + "é" * (LEAST.wide // 2) + '€"', 1), "more than 12,582,912 bytes outside ASCII"),
+        (many('"' + "é" * (LEAST.wide // 2) + '€"', 1), "more than 8,388,608 bytes outside ASCII"),
         (many("9" * 1000, 100), "a number with 400 or more digits"),
     ],
 )

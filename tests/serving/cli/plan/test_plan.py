@@ -89,6 +89,29 @@ def test_values_are_those_of_the_chart() -> None:
     assert values["settings"]["max_model_len"] == 2048
 
 
+def test_values_keep_what_was_planned(tmp_path: Path) -> None:
+    file = tmp_path / "devices.toml"
+    file.write_text('[mine]\nlike = "A100"\n')
+    asked = ("--load", LOAD, "--values", "--devices", str(file))
+    more = ("--memory-fraction", "0.5", "--block-size", "32", "--dtype", "float32")
+    values = yaml.safe_load(planned("weft-demo", "--for", "mine:1", *asked, *more))
+    accelerator = {"type": "mine", "types": {"mine": {"like": "a100-80gb"}}, "perHost": 1}
+    assert values["accelerator"] == accelerator
+    expected = {"memory_fraction": 0.5, "block_size": 32, "dtype": "float32"}
+    assert values["settings"].items() >= expected.items()
+    values = yaml.safe_load(planned("weft-demo", "--for", "a100:1", *asked))
+    assert values["accelerator"]["type"] == "a100-80gb"
+
+
+def test_limits_are_shown_with_their_percentiles() -> None:
+    text = planned("weft-demo", *EIGHT, "--slo", "ttft.p50=1,itl=0.5")
+    assert text.splitlines()[0].endswith("within ttft p50 1 s, itl p99 0.5 s")
+
+
+def test_a_slice_counts_once() -> None:
+    assert rows("weft-demo", "--for", "h100:8,H100:8", "--load", LOAD) == rows("weft-demo", *EIGHT)
+
+
 def test_formulas_show_each_operator() -> None:
     text = planned("weft-demo", *EIGHT, "--explain")
     for what in ("qkv", "attention", "gate + up", "lm head"):
@@ -140,7 +163,10 @@ def test_own_prices_count(tmp_path: Path) -> None:
         (("weft-demo", *EIGHT, "--slo", "speed=1"), "--slo has 'speed'"),
         (("weft-demo", *EIGHT, "--json", "--values"), "one of --json, --values"),
         (("weft-demo", *EIGHT, "--simulate", "9", "--routing", "best"), "routing"),
+        (("weft-demo", *EIGHT, "--routing", "random"), "--routing is random; it needs --simulate"),
         (("weft-demo", *EIGHT, "--why", "--values"), "--explain, --why and --calibrate"),
+        (("weft-demo", *EIGHT, "--why"), "--why is without --load"),
+        (("weft-demo", *EIGHT, "--slo", "itl=1e-6", "--values"), "no row serves it"),
         (("weft-demo", *EIGHT[:2]), "--load is missing"),
         (("weft-demo", *EIGHT, "--tp", "3"), "--tp is 3; on h100:8 it must be one of 1, 2, 4"),
         (("weft-demo", *EIGHT[:2], "--tp", "16", "--why"), "--tp is 16; H100:8 has 8 devices"),

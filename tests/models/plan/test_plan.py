@@ -1,0 +1,66 @@
+"""The rows of a plan: what each layout's engines get of the load, and where a step's time goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weft.models.checkpoint.locate import locate, read_spec
+from weft.models.plan.batch import Batch
+from weft.models.plan.choices import Choice, Limits, choices
+from weft.models.plan.hardware import read_slice
+from weft.models.plan.load import Load, Objective
+from weft.models.plan.plan import Row, plan, shares
+from weft.models.spec.layout import Layout
+
+LIMITS = Limits(
+    max_model_len=2048,
+    max_num_seqs=8,
+    max_num_batched_tokens=2048,
+    block_size=16,
+    memory_fraction=0.8,
+)
+
+
+def chosen(model: str, place: str, layout: Layout) -> Choice:
+    """The choice with a layout."""
+    found = choices(read_spec(locate(model)), read_slice(place), LIMITS)
+    return next(each for each in found if each.layout == layout)
+
+
+def row(choice: Choice, load: str, limits: Limits = LIMITS) -> Row:
+    (found,) = plan([choice], Load.parse(load), Objective(), limits)
+    return found
+
+
+def test_users_of_several_engines_make_one_rate() -> None:
+    one = row(chosen("weft-demo", "h100:1", Layout()), "in=100,out=20,users=6")
+    two = row(chosen("weft-demo", "h100:2", Layout()), "in=100,out=20,users=12")
+    assert two.rate == pytest.approx(2 * one.rate)
+    assert 0 < one.rate < one.capacity
+    odd = row(chosen("weft-demo", "h100:2", Layout()), "in=100,out=20,users=11")
+    assert odd.rate == pytest.approx(11 / 6 * one.rate)
+
+
+def test_the_rate_of_a_load_is_its_own() -> None:
+    choice = chosen("weft-demo", "h100:2", Layout())
+    assert row(choice, "in=100,out=20,rate=3").rate == pytest.approx(3)
+    assert row(choice, "in=100,out=20,rate=999999").rate == 0
+
+
+def test_each_attention_group_has_the_limits_of_a_scheduler() -> None:
+    choice = chosen("weft-demo-moe", "h100:2", Layout(1, 2))
+    load = "in=100,out=20,rate=999999"
+    assert choice.layout.dp_size == 2
+    assert row(choice, load).batch.decodes == 16
+    double = replace(LIMITS, max_num_seqs=16, max_num_batched_tokens=4096)
+    assert row(choice, load).capacity < row(choice, load, double).capacity
+
+
+def test_the_host_works_once_for_all_stages() -> None:
+    choice = chosen("weft-demo", "h100:2", Layout(pp=2))
+    batch = Batch(8, 100.0)
+    assert shares(choice, batch)["host"] == pytest.approx(
+        choice.engine.host / choice.engine.seconds(batch)
+    )
