@@ -14,7 +14,7 @@ from weft.kernels.devices import Reached
 from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.plan.batch import Batch
 from weft.models.plan.calibration import Constants
-from weft.models.plan.hardware import read_devices, read_slice
+from weft.models.plan.hardware import Slice, read_devices, read_slice
 from weft.models.plan.step import Precision
 from weft.models.plan.step_log import LoggedModel, LoggedStep
 from weft.models.plan.times import Engine
@@ -25,11 +25,14 @@ MODEL = LoggedModel(model="weft-demo", dtype="auto", quantization="none", tp=1, 
 TRUE = Constants(Reached(flops=0.5, bandwidth=1.5), launch=20e-6, host=1e-3)
 
 
+def engine_on(place: Slice) -> Engine:
+    spec = read_spec(locate("weft-demo"))
+    return Engine(spec, Layout(), place, Precision(spec.compute_dtype("auto")))
+
+
 def write(path: Path, model: LoggedModel = MODEL, steps: int = 60) -> Path:
     """A log of steps with the seconds that the true constants predict."""
-    spec = read_spec(locate("weft-demo"))
-    place, precision = TRUE.on(read_slice("cpu:1")), Precision(spec.compute_dtype("auto"))
-    engine = Engine(spec, Layout(), place, precision)
+    engine = engine_on(TRUE.on(read_slice("cpu:1")))
     lines: list[LoggedModel | LoggedStep] = [model]
     for i in range(steps):
         batch = Batch(1 + 3 * i, 100.0) if i % 4 else Batch(0, 0.0, 1, 20 * i + 2, 50.0)
@@ -51,8 +54,10 @@ def test_constants_can_be_given_to_a_plan(tmp_path: Path) -> None:
     assert "on 30 held-out steps\n" in text
     devices = tmp_path / "mine.toml"
     devices.write_text(text)
-    found = read_devices(devices)["cpu"]
-    assert found.host == pytest.approx(TRUE.host, rel=0.2)
+    found = engine_on(read_slice("cpu:1", read_devices(devices)))
+    true = engine_on(TRUE.on(read_slice("cpu:1")))
+    for batch in (Batch(1, 100.0), Batch(100, 100.0), Batch(0, 0.0, 1, 1000, 50.0)):
+        assert found.seconds(batch) == pytest.approx(true.seconds(batch), rel=0.1)
     load = ("--load", "in=10,out=5,rate=0.1", "--devices", str(devices))
     assert "cpu:1" in calibrate(*load)
 
