@@ -39,7 +39,7 @@ def measure(threads: int) -> Limits:
 
 
 def products(threads: int, dtype: str) -> float:
-    """Operations per second of a square product with so many threads."""
+    """Operations per second in a square product, with `threads` threads."""
     import torch
 
     torch.set_num_threads(threads)

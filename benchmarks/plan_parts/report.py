@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers.limits import Limits
 
 from plan_parts.servers import Measured
-from weft.kernels.devices import DEVICES, Device
+from weft.kernels.devices import DEVICES, Device, Reached
 from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.plan.batch import Batch
 from weft.models.plan.calibration import Constants, Errors, Server, fit
@@ -18,6 +18,8 @@ from weft.models.plan.step import Precision
 from weft.models.spec.layout import Layout
 
 GOAL = Errors(0, 0.10, 0.25)
+START = Constants(Reached(), launch=10e-6, host=0.2e-3)
+"""The fits' first guess; not the table's values for CPUs, which come from this page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,17 @@ class Run:
 def page(run: Run) -> str:
     """Return the page."""
     servers = [_server(run, each) for each in run.servers]
-    start = Constants.of(_device(run, 1))
-    together = fit([_half(server, 0) for server in servers], start)
-    alone = [fit([_half(server, 0)], start) for server in servers]
+    own = [fit([_half(server, 0)], START) for server in servers]
+    by_ranks = {
+        tp: fit([_half(server, 0) for server in servers if server.layout.tp == tp], START)
+        for tp in sorted({server.layout.tp for server in servers})
+    }
     held_out = [_half(server, 1) for server in servers]
     return "\n".join(
         [
-            *_head(run, together),
-            *_summary(run, held_out, together, alone),
-            *_steps(run, held_out, together),
+            *_head(run, by_ranks),
+            *_summary(run, held_out, own, by_ranks),
+            *_steps(run, held_out, own),
         ]
     )
 
@@ -86,8 +90,7 @@ def _half(server: Server, first: int) -> Server:
     return replace(server, steps=server.steps[first::2])
 
 
-def _head(run: Run, constants: Constants) -> Iterator[str]:
-    reached = constants.reached
+def _head(run: Run, by_ranks: Mapping[int, Constants]) -> Iterator[str]:
     yield f"""# The planner's error
 
 `benchmarks/plan.py` wrote this page. It times steps of real executors, fits five constants of
@@ -104,34 +107,41 @@ def _head(run: Run, constants: Constants) -> Iterator[str]:
 
 A server has all cores: `--tp 2` gives each rank half of them. Other work ran on the machine at the
 same time. A step ran until its four fastest runs agreed within 5%, for at most 3 s, and their
-median counts. A step's time is that from its submission to the executor until its result.
+median counts. Time begins when the executor gets the step, and ends when it has the result.
 
-| constant | fitted to all servers together |
-| --- | --- |
-| share of FLOP/s | {reached.flops:.2f} |
-| share of memory bandwidth | {reached.bandwidth:.2f} |
-| share of link bandwidth | {reached.links:.2f} |
-| seconds to launch an operator | {constants.launch:.2g} |
-| seconds of the host for a step | {constants.host:.2g} |
+| fitted to all servers with | FLOP/s | memory | links | launch, us | host, ms |
+| --- | --- | --- | --- | --- | --- |"""
+    for tp, found in by_ranks.items():
+        reached = found.reached
+        links = f"{reached.links:.2f}" if tp > 1 else "-"
+        yield (
+            f"| tp {tp} | {reached.flops:.2f} | {reached.bandwidth:.2f} | {links} "
+            f"| {found.launch * 1e6:.0f} | {found.host * 1e3:.2f} |"
+        )
+    yield """
+The first three are shares: measured peaks, and the assumed peak for gloo's links.
 """
 
 
 def _summary(
-    run: Run, held_out: Sequence[Server], together: Constants, alone: Sequence[Constants]
+    run: Run,
+    held_out: Sequence[Server],
+    own_fits: Sequence[Constants],
+    by_ranks: Mapping[int, Constants],
 ) -> Iterator[str]:
     yield f"""## Error
 
-Errors are |predicted / measured - 1| over the steps that no fit saw. The goal is a median of
-{GOAL.median:.0%} and a 90th percentile (p90) of {GOAL.p90:.0%}. "Own fit" fits the constants to
-the server's own steps, as `weft plan --calibrate` does. "Common fit" has one set of constants for
-all servers.
+Errors are |predicted / measured - 1| over the steps that no fit saw. The goal: median
+{GOAL.median:.0%}, 90th percentile (p90) {GOAL.p90:.0%}. "Own fit" fits the constants to the
+server's own steps, as `weft plan --calibrate` does. "Common fit" has the same constants for all
+servers with as many ranks.
 
 | server | steps | own fit: median | p90 | common fit: median | p90 |
 | --- | --- | --- | --- | --- | --- |"""
     own_ratios: list[float] = []
     common_ratios: list[float] = []
-    for measured, server, constants in zip(run.servers, held_out, alone, strict=True):
-        own, common = server.ratios(constants), server.ratios(together)
+    for measured, server, constants in zip(run.servers, held_out, own_fits, strict=True):
+        own, common = server.ratios(constants), server.ratios(by_ranks[measured.tp])
         own_ratios += own
         common_ratios += common
         yield _row(_name(measured), Errors.of(own), Errors.of(common))
@@ -152,14 +162,15 @@ def _verdict(what: str, errors: Errors) -> str:
     return f"{what}: goal {'reached' if met else '**not reached**'}."
 
 
-def _steps(run: Run, held_out: Sequence[Server], constants: Constants) -> Iterator[str]:
+def _steps(run: Run, held_out: Sequence[Server], own: Sequence[Constants]) -> Iterator[str]:
     yield """## Steps
 
-The steps that no fit saw, in milliseconds, with the common fit.
+The steps that no fit saw, in milliseconds, with the server's own fit. Numbers after "at" are mean
+contexts in tokens.
 
 | server | step | predicted | measured | ratio |
 | --- | --- | --- | --- | --- |"""
-    for measured, server in zip(run.servers, held_out, strict=True):
+    for measured, server, constants in zip(run.servers, held_out, own, strict=True):
         for (batch, seconds), ratio in zip(server.steps, server.ratios(constants), strict=True):
             yield (
                 f"| {_name(measured)} | {_work(batch)} | {1e3 * seconds * ratio:.3g} "
@@ -176,10 +187,11 @@ def _name(measured: Measured) -> str:
 def _work(batch: Batch) -> str:
     found = []
     if batch.decodes:
-        found.append(f"{batch.decodes} decodes at {batch.decode_context:.0f}")
+        what = "decode" if batch.decodes == 1 else "decodes"
+        found.append(f"{batch.decodes} {what} at {batch.decode_context:.0f}")
     if batch.prefills:
+        what = "prompt" if batch.prefills == 1 else "prompts"
         found.append(
-            f"{batch.prefill_tokens} tokens in {batch.prefills} prompts "
-            f"at {batch.prefill_context:.0f}"
+            f"{batch.prefills} {what}, {batch.prefill_tokens} tokens at {batch.prefill_context:.0f}"
         )
     return " + ".join(found)

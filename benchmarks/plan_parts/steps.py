@@ -87,7 +87,7 @@ class Steps:
         self._numbers = count()
 
     def fill(self, blocks: int) -> None:
-        """Write a token to each of so many pages; before, they are not in memory."""
+        """Write a token to each page; before, pages are not in memory."""
         for start in range(0, blocks, FILL_ROWS):
             rows = min(FILL_ROWS, blocks - start)
             table = np.arange(start, start + rows, dtype=np.int32)[:, None]

@@ -25,6 +25,10 @@ from weft.models.spec.spec import ModelSpec
 
 USUAL = 0.1
 """Relative errors above this count in proportion, those below by their square."""
+DRIFT = 1e-4
+"""Weight of a constant's squared logarithm over its start, in the mean loss of a step. It matters
+only for constants that the steps do not determine.
+"""
 WIDEST, NARROWEST = 0.7, 0.01
 """First and last change of a constant's logarithm in the search."""
 LEAST = {"launch": 1e-8, "host": 1e-7}
@@ -93,12 +97,15 @@ def fit(servers: Sequence[Server], start: Constants) -> Constants:
         start: the first guess. A constant without influence stays as it is.
     """
     servers = [replace(server, spec=anonymous(server.spec)) for server in servers]
+    count, begin = sum(len(server.steps) for server in servers), _logarithms(start)
 
     def loss(point: Logarithms) -> float:
         constants = _constants(point)
-        return sum(_huber(math.log(r)) for server in servers for r in server.ratios(constants))
+        drift = sum((new - old) ** 2 for new, old in zip(point, begin, strict=True))
+        ratios = (ratio for server in servers for ratio in server.ratios(constants))
+        return sum(_huber(math.log(ratio)) for ratio in ratios) + DRIFT * count * drift
 
-    point = _logarithms(start)
+    point = begin
     least, change = loss(point), WIDEST
     while change > NARROWEST:
         found, better = _explore(loss, point, least, change)
