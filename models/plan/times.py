@@ -216,12 +216,13 @@ def span(axes: Sequence[Axis], size: int, stride: int = 1) -> list[Axis]:
 
 
 def _share(batch: Batch, parts: int) -> Batch:
-    """Return the largest part of a batch that is cut into equal parts."""
+    """Return the largest part of a batch over equal parts; a prompt stays whole."""
     if parts == 1:
         return batch
+    prefills = -(-batch.prefills // parts)
     return replace(
         batch,
         decodes=-(-batch.decodes // parts),
-        prefills=-(-batch.prefills // parts),
-        prefill_tokens=-(-batch.prefill_tokens // parts),
+        prefills=prefills,
+        prefill_tokens=-(-batch.prefill_tokens * prefills // max(1, batch.prefills)),
     )

@@ -73,6 +73,13 @@ def test_a_token_goes_through_all_stages() -> None:
     assert whole.seconds(batch) < halves.seconds(batch) < 2 * whole.seconds(batch)
 
 
+def test_one_prompt_is_no_faster_over_stages() -> None:
+    prompt = Batch(0, 0.0, 1, 1000, 500.0)
+    whole = Engine(SPEC, Layout(), at_peak("h100:2"), Precision())
+    halves = Engine(SPEC, Layout(pp=2), at_peak("h100:2"), Precision())
+    assert halves.seconds(prompt) >= whole.seconds(prompt)
+
+
 def test_attention_groups_share_the_requests() -> None:
     batch = Batch(64, 100.0)
     engine = Engine(EXPERTS, Layout(ep=4), at_peak("h100:4"), Precision())
