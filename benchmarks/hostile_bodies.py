@@ -132,7 +132,7 @@ KINDS = {
     "text of escapes": _text(TEXT, '"prompt":', r"\n"),
     "text of escapes, few": _text(TEXT, '"prompt":', r"\u4e2d", most=2_000),
     "text to count": _text(TOKENIZE, '"prompt":', "a bcd"),
-    "texts to embed": Kind(EMBEDDINGS, '"input":[', f'"{"a b " * 2000}"', "]}", 2048),
+    "texts to embed": Kind(EMBEDDINGS, '"input":[', f'"{"a b " * 2000}"', "]}", 256),
 }
 """Kinds of bodies by name. Where bodies of full size are refused before they are read, a second
 kind has few enough elements to be read with a context of `CONTEXT`: its size is in the table."""

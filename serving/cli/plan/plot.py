@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from weft.models.plan.plan import REMEDIES, Row
 from weft.serving.cli.plan.report import Asked
 
 
 def draw(rows: Sequence[Row], asked: Asked, path: Path) -> None:
     """Draw the rows that serve the load, in two panels."""
+    from matplotlib.figure import Figure  # an extra
+
     figure = Figure(figsize=(12, 0.35 * len(rows) + 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     served = [row for row in rows if row.steady is not None]
