@@ -56,7 +56,8 @@ test-fast: $(VENV)/.dev ## run the tests that need no server and no interpreter
 test-slow: $(VENV)/.dev ## run the long sweeps
 	$(PYTEST) -m slow --timeout 3600
 
-# Programs with conflicting dependencies: each has its own environment.
+# Programs with conflicting dependencies: each has its own environment. npm runs no scripts, so
+# opencode's own script, which puts its program in place, is called here.
 test-clients: $(VENV)/.dev $(patsubst %,$(CLIENTS)/%/.installed,python aider agents) ## run litellm, lm-eval and coding agents against a server
 	$(BIN)/python -m pytest tests/serving/clients/test_apart.py tests/serving/clients/test_coding_agents.py
 
@@ -74,6 +75,7 @@ $(CLIENTS)/aider/.installed:
 $(CLIENTS)/agents/.installed:
 	mkdir -p $(@D)
 	$(NPM) --prefix $(@D) @openai/codex@0.169.0 opencode-ai@1.18.33
+	node $(@D)/node_modules/opencode-ai/postinstall.mjs
 	@touch $@
 
 # If npm cannot install these packages, their tests are skipped.
