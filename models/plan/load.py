@@ -116,6 +116,11 @@ class Load:
                 f"the model's context has {max_model_len}"
             )
 
+    @property
+    def decode_context(self) -> float:
+        """Mean number of tokens that a decode attends to; long answers have more decodes."""
+        return self.prompt.mean + self.answer.mean_square / self.answer.mean / 2
+
     def arrivals(self, max_model_len: int, seed: int = 0) -> Iterator[Arrival]:
         """Yield the requests by their time: recorded ones, or random ones without end.
 

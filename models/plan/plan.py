@@ -116,7 +116,7 @@ def _row(choice: Choice, load: Load, objective: Objective, limits: Limits) -> Ro
     hourly = choice.place.device.price * choice.place.devices
     price = hourly / HOUR / tokens * 1e6 if tokens else math.inf
     decodes = max(1, round(steady.mean_decodes)) if steady else settings["max_num_seqs"]
-    batch = Batch(decodes, load.prompt.mean + load.answer.mean / 2)
+    batch = Batch(decodes, load.decode_context)
     rate = steady.rate * _parts(load, own) if steady else 0.0
     return Row(choice, steady, rate, batch, capacity, tokens, price, shares(choice, batch))
 

@@ -47,10 +47,9 @@ class StepTable:
         self.prompt = load.prompt.mean * (1 - load.hit)
         self.follow = load.answer.mean - 1
         self.budget = max_num_batched_tokens
-        answered = load.answer.mean_square / load.answer.mean / 2  # mean over an answer's steps
-        self._context = load.prompt.mean + answered
+        self._context = load.decode_context
         shared = load.prompt.mean * load.hit * load.groups
-        held = self.prompt + answered
+        held = self._context - load.prompt.mean * load.hit
         running = int((kv_tokens - shared) / held)
         if running < 1:
             raise ConfigError(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import msgspec
 
@@ -18,11 +22,14 @@ from weft.serving.config.settings import EngineConfig
 
 BUFFER = 1 << 16  # bytes
 
+logger = logging.getLogger(__name__)
+
 
 class StepLog:
     """A file with a line for each step. With several engines, engine n writes to FILE.n.
 
-    Lines stay in memory until there are many, or `flush` is called.
+    Lines stay in memory until there are many, or `flush` is called. If the file cannot be written
+    later, because the disk is full, the log ends with a warning and the engine goes on.
 
     Args:
         file: `EngineConfig.step_log`.
@@ -35,9 +42,10 @@ class StepLog:
     def __init__(self, file: str, config: EngineConfig) -> None:
         path = Path(file if config.dp == 1 else f"{file}.{config.replica.number}")
         try:
-            self._file = path.open("wb", buffering=BUFFER)
+            self._file: BinaryIO = path.open("wb", buffering=BUFFER)
         except OSError as error:
             raise ConfigError(f"--step-log is {path}: {error.strerror}") from None
+        self._path, self._ended = path, False
         self._running: deque[tuple[Step, float]] = deque()
         self._last = 0.0
         self._write(
@@ -61,7 +69,8 @@ class StepLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        with self._writing():
+            self._file.close()
 
     def submitted(self, step: Step) -> None:
         """Take the time at which a step is submitted."""
@@ -82,7 +91,23 @@ class StepLog:
 
     def flush(self) -> None:
         """Write all lines to the file."""
-        self._file.flush()
+        with self._writing():
+            self._file.flush()
 
     def _write(self, line: LoggedModel | LoggedStep) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        if self._ended:
+            return
+        with self._writing():
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """End the log if the file cannot be written within."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("--step-log %s ends here: %s", self._path, error.strerror)
+            with suppress(OSError):  # it tries to write once more, and closes the file anyway
+                self._file.close()
+            self._file = BytesIO()
+            self._ended = True

@@ -1,4 +1,4 @@
-"""`weft plan`: which layout of which machine serves a model, how fast, and at which price.
+"""`weft plan`: layouts, speed and price for a model on given machines.
 
 command.py     the command's flags, and a plan from beginning to end
 simulated.py   latencies from a simulation of the scheduler

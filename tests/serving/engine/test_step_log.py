@@ -40,6 +40,16 @@ def test_each_engine_has_its_file(tmp_path: Path) -> None:
     assert (model.model, steps) == ("weft-demo", [])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_ends_the_log_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with StepLog("/dev/full", EngineConfig()) as log:
+        log.flush()
+        log.flush()
+    assert [record.getMessage() for record in caplog.records] == [
+        "--step-log /dev/full ends here: No space left on device"
+    ]
+
+
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--step-log is .*none/steps: No such file"):
         LLM("weft-demo", step_log=str(tmp_path / "none/steps"))
