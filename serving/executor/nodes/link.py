@@ -189,13 +189,12 @@ class Link(Generic[Message]):
         Raises:
             OSError: the connection has ended, or too many messages wait for the other node.
         """
-        if self._socket.closed:
+        if self._socket.closed or self.has_ended:  # ZeroMQ may take messages for an ended one
             raise ConnectionError(0, ENDED)
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            is_full = not self.has_ended and not self._has_event()
-            reason = "it does not read its messages" if is_full else ENDED
+            reason = ENDED if self._has_event() else "it does not read its messages"
             raise ConnectionError(0, reason) from None
 
     def _has_event(self) -> bool:
