@@ -122,11 +122,10 @@ lint: $(VENV)/.dev ## ruff: style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# benchmarks/serve.py, which only calls weft bench, has the name of a module in benchmarks/gpu.
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy -p weft
 	MYPYPATH=tools $(BIN)/mypy -p train_demo -m code_map -m config_fields
-	MYPYPATH=benchmarks $(BIN)/mypy --exclude '^benchmarks/serve\.py$$' benchmarks
+	MYPYPATH=benchmarks $(BIN)/mypy benchmarks
 
 code-map: $(VENV)/.dev ## write docs/code-map.md from the modules
 	$(BIN)/python tools/code_map.py

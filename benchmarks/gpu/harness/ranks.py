@@ -92,16 +92,12 @@ def _on_gpu(work: Callable[[Home], Result], world_size: int) -> list[Result]:
     return [results[rank] for rank in range(world_size)]
 
 
-KINDS = 3
-"""Of ranks, for Triton: it compiles integers of 1 and multiples of 16 by themselves."""
-
-
 def prepare(home: Home, calls: Sequence[Callable[[], object]]) -> None:
     """Load the kernels of calls, and allocate what they return. Collective.
 
-    The first ranks compile at the same time, and the others find it done.
+    The first rank compiles, and the others find it done: no kernel is specialised for a rank.
     """
-    for turn in (range(KINDS), range(KINDS, home.world_size)):
+    for turn in (range(1), range(1, home.world_size)):
         if home.rank in turn:
             with loaded():
                 kept = [call() for call in calls]  # all at once, as they will be

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,117 +56,56 @@ class Row:
     reason: str = ""
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Row:
+        """Return a row from its content as JSON."""
+        figure = content["figure"]
+        return cls(**content | {"figure": None if figure is None else Figure(**figure)})
+
 
 class Report:
-    """All rows.
+    """All rows, printed and written as they come.
 
     Args:
-        name: of the script, and of the files that are written.
-        heading: of the page.
-        folder: where NAME.json and NAME.md are written; nowhere if None.
+        folder: for day.json and day.md; nothing is written if None.
         arguments: of the command.
     """
 
-    def __init__(
-        self,
-        name: str,
-        heading: str,
-        folder: Path | None,
-        arguments: Sequence[str],
-        *,
-        tiny: bool,
-    ) -> None:
+    def __init__(self, folder: Path | None, arguments: Sequence[str]) -> None:
         self.rows: list[Row] = []
-        self._name = name
-        self._heading = heading
         self._folder = folder
-        self._about = {
-            "command": " ".join([f"python benchmarks/gpu/{name}.py", *arguments]),
-            **environment(tiny=tiny),
-        }
-        self._now = ("", "")
-        self._begin = time.monotonic()
+        command = " ".join(["python benchmarks/gpu/day.py", *arguments])
+        self._about: dict[str, Any] = {"command": command}
 
     @property
     def good(self) -> bool:
-        """Whether no case failed and no goal was missed."""
+        """Whether no case failed or hung, and no goal was missed."""
         return all(
             row.state in ("done", "left out")
             and (row.figure is None or row.figure.good is not False)
             for row in self.rows
         )
 
-    def begin(self, part: str, case: str) -> None:
-        """Say what is done now; `hung` names it."""
-        self._now = (part, case)
-        self._begin = time.monotonic()
-        print(f"{part}: {case}", file=sys.stderr, flush=True)
+    def describe(self, about: dict[str, Any]) -> None:
+        """Note the device, the versions and the date."""
+        self._about |= about
 
-    def add(self, part: str, case: Case) -> None:
-        """Run a case; what it raises is its row."""
-        try:
-            row = Row(part, case.name, "done", case.run())
-        except LeftOut as reason:
-            row = Row(part, case.name, "left out", reason=str(reason))
-        except Exception as error:  # noqa: BLE001 - the other cases are still worth running
-            message = f"{type(error).__name__}: {error}"
-            row = Row(part, case.name, "failed", reason=message[:2000])
-        self._append(row)
-
-    def leave_out(self, part: str, case: str, reason: str) -> None:
-        """A row without a figure."""
-        self._begin = time.monotonic()
-        self._append(Row(part, case, "left out", reason=reason))
-
-    def hung(self) -> None:
-        """The last row, from the watchdog."""
-        self._append(Row(*self._now, "hung", reason="too long; the watchdog ended the process"))
-        self.finish()
-
-    def finish(self) -> None:
-        """Print the table."""
-        print(render(self.rows), flush=True)
-        if self._folder is not None:
-            path = self._folder / f"{self._name}.json"
-            print(f"written: {path} and {self._name}.md", file=sys.stderr)
-
-    def _append(self, row: Row) -> None:
-        taken = time.monotonic() - self._begin
-        row = Row(row.part, row.case, row.state, row.figure, row.reason, round(taken, 2))
+    def add(self, row: Row) -> None:
+        """Add a row, and write everything so far."""
         self.rows.append(row)
         if row.reason:
             print(f"  {row.state}: {row.reason}", file=sys.stderr, flush=True)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             content = {**self._about, "rows": [asdict(row) for row in self.rows]}
-            (self._folder / f"{self._name}.json").write_text(json.dumps(content, indent=1) + "\n")
-            page = markdown(self._heading, self._about, self.rows)
-            (self._folder / f"{self._name}.md").write_text(page)
+            (self._folder / "day.json").write_text(json.dumps(content, indent=1) + "\n")
+            (self._folder / "day.md").write_text(markdown(self._about, self.rows))
 
-
-def environment(*, tiny: bool) -> dict[str, Any]:
-    """What the figures depend on."""
-    import torch
-    import triton
-
-    from weft.version import __version__
-
-    if tiny:
-        device = "Triton's interpreter on a CPU: the times mean nothing"
-    else:
-        properties = torch.cuda.get_device_properties(0)
-        device = f"{properties.name}, {properties.multi_processor_count} processors"
-    return {
-        "device": device,
-        "versions": {
-            "weft": __version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-        },
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-    }
+    def finish(self) -> None:
+        """Print the table."""
+        print(render(self.rows), flush=True)
+        if self._folder is not None:
+            print(f"written: {self._folder / 'day.json'} and day.md", file=sys.stderr)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -199,13 +136,13 @@ def render(rows: Sequence[Row]) -> str:
     )
 
 
-def markdown(heading: str, about: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The report as a page."""
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Return the report as a page."""
+    versions = ", ".join(f"{k} {v}" for k, v in about.get("versions", {}).items())
     lines = [
-        f"# {heading}",
+        "# A day with a GPU",
         "",
-        f"{about['device']}; {versions}; {about['date']}.",
+        f"{about.get('device', 'no device')}; {versions}; {about.get('date', '')}.",
         "",
         f"    {about['command']}",
         "",

@@ -11,7 +11,7 @@ from harness.report import Case, Figure
 from harness.timing import interleaved, ratio
 from torch import Tensor
 
-from layers_parts.scale import Experts, Scale
+from layers.scale import Experts, Scale
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.tuning.clock import Call
 

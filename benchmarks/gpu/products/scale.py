@@ -58,6 +58,9 @@ class Scale:
         shapes: that are timed.
         tilings: that are tried for each of them; the fastest counts.
         programs: of a product that has the device for itself.
+        decoded: products of `few_rows`, with each number of rows in `few`.
+        few_tilings: that are tried for them.
+        few: rows.
     """
 
     tiny: bool
@@ -70,6 +73,9 @@ class Scale:
     shapes: tuple[Shape, ...]
     tilings: tuple[Tiling, ...]
     programs: int
+    decoded: tuple[Shape, ...]
+    few_tilings: tuple[Tiling, ...]
+    few: tuple[int, ...]
 
 
 def _model(name: str, hidden: int, heads: int, kv_heads: int, inner: int, rows: int) -> list[Shape]:
@@ -92,6 +98,23 @@ TILINGS = (
 )
 """For an H100."""
 
+FEW_TILINGS = (
+    Tiling(16, 16, 256, 4, 5),
+    Tiling(16, 32, 128, 4, 5),
+    Tiling(16, 64, 128, 4, 5),
+    Tiling(64, 32, 128, 4, 5),
+    Tiling(64, 64, 64, 4, 5),
+)
+"""For few rows: many narrow tiles keep more of the device's processors busy."""
+
+DECODED = (
+    Shape("Llama-8B qkv", "matmul", 0, 6144, 4096),
+    Shape("Llama-8B o", "matmul", 0, 4096, 4096),
+    Shape("Llama-8B gate, up", "matmul", 0, 28672, 4096),
+    Shape("Llama-8B down", "matmul", 0, 4096, 14336),
+    Shape("Llama-70B, 1 of 8 ranks, qkv", "matmul", 0, 1280, 8192),
+)
+
 
 def full() -> Scale:
     """For the GPU that this process has."""
@@ -110,6 +133,9 @@ def full() -> Scale:
         ),
         tilings=TILINGS,
         programs=torch.cuda.get_device_properties(0).multi_processor_count,
+        decoded=DECODED,
+        few_tilings=FEW_TILINGS,
+        few=(1, 16, 64, 256),
     )
 
 
@@ -128,4 +154,7 @@ TINY = Scale(
     ),
     tilings=(Tiling(16, 16, 16, 4, 2), Tiling(16, 32, 16, 4, 2)),
     programs=2,
+    decoded=(Shape("tiny", "matmul", 0, 32, 16),),
+    few_tilings=(Tiling(16, 32, 16, 4, 2),),
+    few=(3,),
 )

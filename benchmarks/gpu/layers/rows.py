@@ -10,7 +10,7 @@ from harness.report import Case, Figure
 from harness.timing import copying, interleaved, ratio
 from torch import Tensor
 
-from layers_parts.scale import Rows, Scale
+from layers.scale import Rows, Scale
 from weft.kernels.cpu.rope import Rotation
 from weft.kernels.gpu.experts.routing import sort_by_expert
 from weft.kernels.gpu.rowwise.activation import quantize, silu_multiply

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from weft.models.torch.runner import TorchRunner
 
 PAGE = 16
 STD, STD_OF_CACHE = 0.02, 1.0
+GREEDY = SlotSampling(slot=0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Scale:
         worlds: numbers of ranks of `shard`.
         steps: that are timed together.
         copied: bytes that the copy moves.
+        prompt: tokens in a prompt, and new tokens of a request beside decodes.
+        models: checkpoints whose tokens are compared with the CPU's.
+        chain: tokens of each request that are compared.
+        product: rows, columns and depth of the product whose rate is the device's.
     """
 
     tiny: bool
@@ -51,6 +57,10 @@ class Scale:
     worlds: tuple[int, ...]
     steps: int
     copied: int
+    prompt: tuple[int, int]
+    models: tuple[str, ...]
+    chain: int
+    product: tuple[int, int, int]
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -104,17 +114,21 @@ def make_runner(
     users: int,
     *,
     groups: Groups = ALONE,
-    cuda_graphs: bool = True,
+    graph_sizes: Sequence[int] | None = None,
+    max_tokens: int | None = None,
 ) -> tuple[TorchRunner, Exchange]:
     """A runner that is ready for `decodes`, and how its layers exchange. Collective.
 
     Args:
         groups: the ranks, if the others run, too; else nothing but their buffers is there.
+        graph_sizes: numbers of users with a recorded step; None means all.
+        max_tokens: in a step; None means one for each user.
     """
+    max_tokens = max_tokens or users
     dtype: torch.dtype = getattr(torch, scale.dtype)
     exchange: Exchange = Plain(ALONE)
     if layout.world_size > 1:
-        exchange = Overlapped(home, None, scale.spec, layout, dtype, max_tokens=users)
+        exchange = Overlapped(home, None, scale.spec, layout, dtype, max_tokens=max_tokens)
     with torch.inference_mode():
         model = GpuModel(
             *(scale.spec, RandomWeights(scale, layout), dtype),
@@ -131,11 +145,11 @@ def make_runner(
         dtype=scale.dtype,
         block_size=PAGE,
         max_num_seqs=users,
-        max_tokens=users,
+        max_tokens=max_tokens,
         layout=layout,
         device=home.device,
-        max_model_len=scale.context,
-        graph_sizes=[users] if cuda_graphs else [],
+        max_model_len=max(scale.context, scale.prompt[0]),
+        graph_sizes=[users] if graph_sizes is None else graph_sizes,
     )
     runner.allocate_kv_cache(users * scale.pages)
     fill_cache(runner, STD_OF_CACHE)
@@ -150,22 +164,44 @@ def fill_cache(runner: TorchRunner, std: float) -> None:
                 tensor.normal_(0.0, std)
 
 
-def decodes(scale: Scale, users: int, number: int) -> StepInput:
-    """A step in which each user's last token is decoded, again and again."""
+def decodes(scale: Scale, users: int, number: int, settings: SlotSampling = GREEDY) -> StepInput:
+    """A step in which each user's last token is decoded, again and again.
+
+    Args:
+        settings: every user's; step 0 brings them.
+    """
+    return mixed_step(scale, [1] * users, [scale.context] * users, number, settings)
+
+
+def mixed_step(
+    scale: Scale,
+    queries: Sequence[int],
+    contexts: Sequence[int],
+    number: int,
+    settings: SlotSampling = GREEDY,
+) -> StepInput:
+    """A step of requests with so many new tokens each, at the end of their contexts."""
+    users = len(queries)
     each = np.arange(users, dtype=np.int32)
-    zeros = np.zeros(users, np.int32)
+    start = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    ids = np.zeros(start[-1], np.int32)
+    if number:  # a decode follows what was sampled
+        ids[[start[i] for i in range(users) if queries[i] == 1]] = -1 - each[np.equal(queries, 1)]
+    pages = -(-max(contexts) // PAGE)
+    positions = [np.arange(c - q, c) for q, c in zip(queries, contexts, strict=True)]
     step = StepInput(
         step=number,
-        token_ids=-1 - each if number else zeros,
-        positions=zeros + scale.context - 1,
-        query_start=np.arange(users + 1, dtype=np.int32),
-        context_len=zeros + scale.context,
-        block_table=np.arange(users * scale.pages, dtype=np.int32).reshape(users, -1),
+        token_ids=ids,
+        positions=np.concatenate(positions).astype(np.int32),
+        query_start=start,
+        context_len=np.array(contexts, np.int32),
+        block_table=np.arange(users * pages, dtype=np.int32).reshape(users, -1),
         slot=each,
-        sample_index=each,
+        sample_index=start[1:] - 1,
         sample_slot=each,
-        output_index=zeros + number,
+        output_index=np.zeros(users, np.int32) + number,
     )
     if number:
         return step
-    return replace(step, new_slots=tuple(SlotSampling(slot=slot) for slot in range(users)))
+    slots = (dataclasses.replace(settings, slot=slot) for slot in range(users))
+    return replace(step, new_slots=tuple(slots))

@@ -10,7 +10,7 @@ from harness.ranks import prepare, run
 from harness.report import Case, Figure, LeftOut
 from torch import Tensor
 
-from overlap_parts.scale import Scale
+from products.scale import Scale
 from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.ops.table import OPS
 from weft.kernels.symmetric.memory import Home

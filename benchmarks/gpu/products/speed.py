@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from harness.ranks import alone, run
@@ -21,7 +22,7 @@ from harness.timing import (
 )
 from torch import Tensor
 
-from overlap_parts.scale import Scale, Shape
+from products.scale import Scale, Shape
 from weft.kernels.gpu.collectives.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
@@ -33,7 +34,7 @@ from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.gpu.tuning.clock import Call
 from weft.kernels.symmetric.memory import Home
 
-TORCH, COLLECTIVE = "torch.matmul", "collective"
+TORCH, COLLECTIVE, CHOSEN = "torch.matmul", "collective", "as chosen"
 WAYS = ("chunks", "ring")
 
 
@@ -121,6 +122,32 @@ def _product(scale: Scale, shape: Shape, repetitions: int) -> Figure:
             f"TFLOP/s at {name}": flops / ours.median,
             "torch's": flops / theirs.median,
         },
+    )
+
+
+def few_rows(scale: Scale, repetitions: int) -> Iterator[Case]:
+    """Products with few rows, as in decodes: torch.matmul over ours, by tile."""
+    for rows in scale.few:
+        for of in scale.decoded:
+            shape = of._replace(rows=rows)
+            yield Case(str(shape), partial(_few_rows, scale, shape, repetitions))
+
+
+def _few_rows(scale: Scale, shape: Shape, repetitions: int) -> Figure:
+    def measure(home: Home) -> dict[str, Times]:
+        x, w = _random(scale, home, shape.rows, shape.k), _random(scale, home, shape.n, shape.k).mT
+        calls: dict[str, Call] = {TORCH: partial(torch.matmul, x, w), CHOSEN: partial(matmul, x, w)}
+        for tiling in scale.few_tilings:
+            calls[str(tiling)] = partial(matmul, x, w, **tiling.options)
+        return interleaved(calls, repetitions, tiny=scale.tiny, graphs=True)
+
+    times = run(measure, 1, tiny=scale.tiny)[0]
+    size = torch.empty((), dtype=scale.dtype).itemsize
+    nbytes = size * (shape.k * (shape.rows + shape.n) + shape.rows * shape.n)
+    return Figure(
+        *ratio(times[TORCH], times[CHOSEN]),
+        details={f"us {name}": 1e6 * each.median for name, each in times.items()}
+        | {"GB/s of torch": 1e-9 * nbytes / times[TORCH].median},
     )
 
 

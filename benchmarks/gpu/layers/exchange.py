@@ -24,7 +24,7 @@ from harness.timing import Times, copying, in_step, interleaved, ratio
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from layers_parts.scale import Exchange, Scale
+from layers.scale import Exchange, Scale
 from weft.kernels.gpu.experts.dispatch import (
     LowLatencyWorkspace,
     moe_combine,

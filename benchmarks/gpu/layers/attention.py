@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from layers_parts.scale import Batch, Scale
+from layers.scale import Batch, Scale
 from weft.kernels.gpu.attention.decode import decode_attention
 from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.kernels.gpu.attention.mla import mla_decode_attention

@@ -1,8 +1,7 @@
-"""benchmarks/gpu/layers.py: its logic in the interpreter, and that both sides compute the same."""
+"""The parts with attention and experts: their logic in the interpreter, and equal results."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -23,63 +22,30 @@ from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.symmetric.memory import Home
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "layers.py"
-PARTS = ("decode", "prefill", "latents", "sequence", "experts", "exchange", "rows", "nccl")
+PARTS = ("decode", "prefill", "latents", "sequence", "experts", "exchange", "rows")
+
+Rows = Callable[..., list[dict[str, Any]]]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--tiny", *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
-
-
-def rows_of(folder: Path, *parts: str) -> list[dict[str, Any]]:
-    done = run("--repetitions", "2", "--output", str(folder), "--parts", ",".join(parts))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows: list[dict[str, Any]] = json.loads((folder / "layers.json").read_text())["rows"]
-    for row in rows:
-        assert (row["state"], row["reason"]) == ("done", ""), row
-        figure = row["figure"]
-        assert 0 < figure["low"] <= figure["value"] <= figure["high"] < float("inf")
-        assert figure["good"] is None  # times of the interpreter mean nothing
-        assert all(0 < value < float("inf") for value in figure["details"].values())
-    return rows
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Imports one of its modules."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module
-
-
-def test_every_part_for_one_gpu_runs_and_is_written(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, *PARTS[:-1])
-    assert list(dict.fromkeys(row["part"] for row in rows)) == list(PARTS[:-1])
+def test_every_part_for_one_gpu_runs_and_is_written(rows_of: Rows) -> None:
+    rows = rows_of(*PARTS)
     movers = [row for row in rows if row["figure"]["goal"] == "at most 1.2"]
     names = {"rms_norm", "silu_multiply", "quantize", "rotate_into_cache"}
     assert {row["case"].split()[0] for row in movers} == names
-    page = (tmp_path / "layers.md").read_text()
-    assert page.startswith("# What one GPU can show of attention, experts")
-    assert all(f"| {row['part']} | {row['case']} |" in page for row in rows)
+    # times of the interpreter mean nothing
+    assert {row["figure"]["good"] for row in rows} == {None}
 
 
 @pytest.mark.slow
-def test_processes_exchange_in_step(tmp_path: Path) -> None:
+def test_processes_exchange_in_step(rows_of: Rows) -> None:
     """As over NCCL, with gloo; each rank in a process."""
-    (row,) = rows_of(tmp_path, "nccl")
+    (row,) = rows_of("nccl")
     assert set(row["figure"]["details"]) == {"us ours", "us NCCL's"}
-
-
-def test_an_unknown_part_is_refused() -> None:
-    done = run("--parts", "decode,decoed")
-    assert done.returncode == 2
-    assert f"there is no part 'decoed'; there are {', '.join(PARTS)}" in done.stderr
 
 
 def test_torch_attends_to_the_same(module: Callable[[str], Any]) -> None:
     """Decodes, whole prompts, and a chunk at the end of a context."""
-    attention, tiny = module("layers_parts.attention"), module("layers_parts.scale").TINY
+    attention, tiny = module("layers.attention"), module("layers.scale").TINY
     for op, batch in (
         (decode_attention, tiny.decodes[0]),
         *((paged_attention, batch) for batch in tiny.prefills),
@@ -91,7 +57,7 @@ def test_torch_attends_to_the_same(module: Callable[[str], Any]) -> None:
 
 
 def test_torch_attends_to_the_same_latents(module: Callable[[str], Any]) -> None:
-    attention, tiny = module("layers_parts.attention"), module("layers_parts.scale").TINY
+    attention, tiny = module("layers.attention"), module("layers.scale").TINY
     batch = tiny.latents[0]
     q, keys, _, paged = attention.operands(tiny, batch)
     theirs = attention.torch_attention(batch, q, keys, keys[..., :16], paged)()
@@ -101,14 +67,14 @@ def test_torch_attends_to_the_same_latents(module: Callable[[str], Any]) -> None
 
 
 def test_operations_are_those_of_what_is_seen(module: Callable[[str], Any]) -> None:
-    attention, scale = module("layers_parts.attention"), module("layers_parts.scale")
+    attention, scale = module("layers.attention"), module("layers.scale")
     batch = scale.Batch("", 6, 2, 16, requests=3, queries=5, context=11)
     seen = torch.ones(5, 11, dtype=torch.bool).tril(11 - 5)
     assert attention.count_operations(batch) == 3 * 6 * int(seen.sum()) * 2 * (2 * 16)
 
 
 def test_torch_multiplies_the_same_groups(module: Callable[[str], Any]) -> None:
-    experts, tiny = module("layers_parts.experts"), module("layers_parts.scale").TINY
+    experts, tiny = module("layers.experts"), module("layers.scale").TINY
     for product in tiny.products:
         x, w = tiny.random(product.rows, product.k), tiny.random(3, product.n, product.k).mT
         offsets = experts.offsets_of(product)
@@ -120,8 +86,8 @@ def test_torch_multiplies_the_same_groups(module: Callable[[str], Any]) -> None:
 
 def test_a_rank_alone_exchanges_what_it_would_among_all(module: Callable[[str], Any]) -> None:
     """It gets as many rows, and the bytes are counted by them."""
-    exchange, ranks = module("layers_parts.exchange"), module("harness.ranks")
-    scale = module("layers_parts.scale")
+    exchange, ranks = module("layers.exchange"), module("harness.ranks")
+    scale = module("layers.scale")
     tiny, of = scale.TINY, scale.Exchange("", 5, 16, 4, 3)
     ids = [exchange.chosen(of, rank) for rank in range(2)]
     make = partial(exchange._workspace, of, tiny)
@@ -184,8 +150,8 @@ from dataclasses import replace
 import torch
 
 sys.path.insert(0, sys.argv[1])
-from layers_parts.attention import operands
-from layers_parts.scale import Batch, TINY, full
+from layers.attention import operands
+from layers.scale import Batch, TINY, full
 from weft.kernels.check import aot
 from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.decode import decode_attention
@@ -212,11 +178,11 @@ for launch in launches:
 
 
 @pytest.mark.slow
-def test_what_is_tried_compiles(tmp_path: Path) -> None:
-    script = tmp_path / "compile.py"
-    script.write_text(COMPILE)
+def test_what_is_tried_compiles(script: Path, tmp_path: Path) -> None:
+    code = tmp_path / "compile.py"
+    code.write_text(COMPILE)
     done = subprocess.run(
-        [sys.executable, str(script), str(SCRIPT.parent)],
+        [sys.executable, str(code), str(script.parent)],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "0"},
