@@ -317,7 +317,7 @@ def _tiled_cases(op: Op, target: str, *, everything: bool) -> Iterator[Case]:
         yield found[kind]
 
 
-class _Alone(Home):
+class LoneRank(Home):
     """A single rank that uses its own memory as its peers' memory. It can only launch kernels.
 
     Args:
@@ -359,7 +359,7 @@ class _Alone(Home):
         self._tensors.clear()
 
 
-class _NoDevice:
+class NoDevice:
     """A Triton driver for an absent target. It can only compile."""
 
     def __init__(self, target: str) -> None:
@@ -405,7 +405,7 @@ def compiling(target: str) -> Iterator[list[Launch]]:
             result = error
         launches.append(Launch(kernel, kwargs, result))
 
-    driver.set_active(_NoDevice(target))
+    driver.set_active(NoDevice(target))
     JITFunction.run = compile_only
     try:
         yield launches
@@ -442,7 +442,7 @@ def launches_of(op: Op, target: str, case: Case) -> list[Launch]:
     sizes = case.sizes
     with (
         compiling(target) as launches,
-        _Alone(case.rank, sizes.world, target, op.reach(sizes.world)) as home,
+        LoneRank(case.rank, sizes.world, target, op.reach(sizes.world)) as home,
     ):
         workspace = op.workspace(home, sizes)
         tensors = [torch.empty(shape, dtype=sizes.dtype) for shape in op.shapes(sizes)]

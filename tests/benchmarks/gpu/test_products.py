@@ -136,7 +136,7 @@ from harness.timing import without_waits
 from weft.kernels.check import aot
 
 scale = replace(TINY, dtype=torch.bfloat16, tilings=TILINGS)
-home = aot._Alone(3, 8, "sm_90")
+home = aot.LoneRank(3, 8, "sm_90")
 with aot.compiling("sm_90") as launches:
     for name, op in OVERLAPPED.items():
         rows = 64 if name == "matmul_all_reduce" else 128 * home.world_size

@@ -417,7 +417,7 @@ def test_a_softmax_without_its_anchor_is_found(tmp_path: Path) -> None:
 EVERY_TILE = """
 import sys
 import torch
-from weft.kernels.check.aot import _Alone, compiling, describe
+from weft.kernels.check.aot import LoneRank, compiling, describe
 from weft.kernels.gpu.attention.sequence_parallel import (
     sequence_parallel_attention,
     sequence_parallel_attention_workspace,
@@ -425,7 +425,7 @@ from weft.kernels.gpu.attention.sequence_parallel import (
 target, dtype = sys.argv[1], torch.bfloat16
 for dim in (64, 80, 128, 256):
     for m in (2, 1000):
-        with compiling(target) as launches, _Alone(3, 8, target) as home:
+        with compiling(target) as launches, LoneRank(3, 8, target) as home:
             workspace = sequence_parallel_attention_workspace(home, m, 2, dim, dtype)
             q, k = (torch.empty(m, heads, dim, dtype=dtype) for heads in (16, 2))
             options = {"query_start": torch.zeros(3, dtype=torch.int32), "zigzag": True}

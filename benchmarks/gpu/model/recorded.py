@@ -1,0 +1,218 @@
+"""A decode step's real launches, without a GPU: every tensor is on torch's meta device.
+
+The model's own code runs, with its exchange and its workspaces. Triton launches are noted and left
+out, and so are torch's operators, which only compute shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from weft.kernels.check.aot import LoneRank, NoDevice
+from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.matmul import matmul as matmul_module
+from weft.kernels.gpu.tuning.costs import Gpu
+from weft.kernels.symmetric.memory import SymmetricTensor
+from weft.models.interface import Size
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec, WeightSpec
+from weft.models.torch.exchange import Exchange, Plain
+from weft.models.torch.gpu_model import GpuModel
+from weft.models.torch.group import ALONE
+from weft.models.torch.inputs import PagedPlan
+from weft.models.torch.overlapped import Overlapped
+
+META = torch.device("meta")
+PAGE = 16
+MAX_TOKENS = 2048
+"""In a step of the engine, for its workspaces."""
+
+LAUNCHES_NOTHING = frozenset(
+    {
+        *("view", "_unsafe_view", "t", "transpose", "slice", "select", "expand", "permute"),
+        *("as_strided", "unsqueeze", "squeeze", "detach", "alias", "split", "unbind", "mT"),
+        *("numpy_T", "empty", "empty_like", "new_empty", "empty_strided"),
+    }
+)
+"""Operators of torch that give a view, or memory without contents."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's launch.
+
+    Attributes:
+        name: of Triton's kernel or torch's operator.
+        grid: number of programs; 0 for torch's.
+        arguments: by name; for torch's operators, tensors in and out.
+    """
+
+    name: str
+    grid: int
+    arguments: dict[str, Any]
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether it is an operator of torch."""
+        return self.grid == 0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step's launches.
+
+    Attributes:
+        layers: of one layer of each kind, without what comes once in a step.
+        whole: of the step.
+    """
+
+    layers: Sequence[Launch]
+    whole: Sequence[Launch]
+
+
+class _MetaRank(LoneRank):
+    """A rank whose tensors are all on the meta device."""
+
+    def __init__(self, world_size: int, target: str) -> None:
+        super().__init__(0, world_size, target)
+        self.device = META
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
+        """See Home; addresses are numbers that nobody follows."""
+        tensor = super().empty(name, shape, dtype)
+        return dataclasses.replace(tensor, addresses=torch.ones(self.world_size, dtype=torch.int64))
+
+    def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=META)
+        self._tensors.append(memory)
+        return memory, [0] * self.world_size, 0
+
+
+class _NoWeights:
+    """Stands in for a checkpoint: shapes without contents. See gpu_layers.WeightSource."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout) -> None:
+        self.layout, self._spec = layout, spec
+
+    def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
+        return self.layout.parts(self._spec, weight)
+
+    def read(self, weight: WeightSpec) -> Tensor:
+        return _meta([part.stop - part.start for part in self.parts(weight)])
+
+    def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
+        experts, *rest = self.parts(weight)
+        for _ in range(experts.start, experts.stop):
+            yield _meta([part.stop - part.start for part in rest])
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=META)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes torch's operators that launch a kernel."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._launches = launches
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name not in LAUNCHES_NOTHING:
+            tensors = [x for x in (*args, out) if isinstance(x, Tensor)]
+            named = {f"tensor {number}": x for number, x in enumerate(tensors)}
+            self._launches.append(Launch(name, 0, named))
+        return out
+
+
+@contextmanager
+def _launches(gpu: Gpu) -> Iterator[list[Launch]]:
+    """Note Triton's launches in this context for a GPU that is not here; run none."""
+    found: list[Launch] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        programs = 1
+        for size in grid(kwargs) if callable(grid) else grid:
+            programs *= size
+        found.append(Launch(kernel.fn.__name__, programs, kwargs))
+
+    driver.set_active(NoDevice(gpu.target))
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(matmul_module, "count_processors", return_value=gpu.processors),
+    ):
+        yield found
+
+
+def record(spec: ModelSpec, layout: Layout, users: int, context: int, gpu: Gpu) -> Recorded:
+    """Record one rank's decode step.
+
+    Args:
+        spec: the whole model; its first layer stands for all.
+        layout: the rank's.
+        users: number of decodes; with data-parallel attention, on each rank.
+        context: tokens of each.
+        gpu: the GPU.
+    """
+    one, two = (_run(spec, count, layout, users, context, gpu) for count in (1, 2))
+    layer = _repeated([launch.name for launch in one], two)
+    more = len(spec.layers) - 1
+    return Recorded(layer, [*one, *(layer * more)])
+
+
+def _repeated(one: Sequence[str], two: Sequence[Launch]) -> list[Launch]:
+    """Return a layer's launches, from the names in a step with one layer and a step with two."""
+    count = len(two) - len(one)
+    same = 0
+    while same < len(one) and one[same] == two[same].name:
+        same += 1
+    return list(two[same - count : same])
+
+
+def _run(
+    spec: ModelSpec, layers: int, layout: Layout, users: int, context: int, gpu: Gpu
+) -> list[Launch]:
+    """Return the launches of a step with so many layers."""
+    spec = dataclasses.replace(spec, layers=spec.layers[:layers])
+    with _launches(gpu) as launches, torch.inference_mode():
+        exchange: Exchange = Plain(ALONE)
+        if layout.world_size > 1:
+            home = _MetaRank(layout.world_size, gpu.target)
+            exchange = Overlapped(home, None, spec, layout, torch.bfloat16, MAX_TOKENS)
+        weights = _NoWeights(spec, layout)
+        model = GpuModel(
+            spec, weights, torch.bfloat16, device=META, exchange=exchange, groups=ALONE
+        )
+        local = layout.local(spec)
+        pages = -(-context // PAGE)
+        shape = (users * pages, local.num_kv_heads, PAGE, local.head_dim)
+        cache = [(_meta(shape), _meta(shape)) for _ in spec.layers]
+        table = _ints(users, pages)
+        batch = PagedBatch(
+            _ints(users + 1), _ints(users), table, _ints(users), max_queries=1, max_context=context
+        )
+        plan = PagedPlan(_ints(users), _ints(users), batch)
+        sizes = [Size(users, users)] * layout.dp_size if layout.dp_size > 1 else []
+
+        with _Operators(launches):
+            launches.clear()  # of the model's making
+            x = model.embed(_ints(users))
+            model.logits(model(x, _ints(users), cache, plan, None, sizes))
+        return list(launches)
+
+
+def _ints(*shape: int) -> Tensor:
+    return _meta(shape, torch.int32)
