@@ -251,23 +251,23 @@ def page(rows: list[Row], device: str) -> str:
     """Return the page."""
     return f"""# A decode step on GPUs, predicted
 
-`benchmarks/gpu/step.py` wrote this page, without a GPU. It records the launches of a real step and
+`benchmarks/gpu/step.py` wrote this page, without a GPU. It records a real step's launches and
 prices them with the kernels' cost model for the {device}. The figures are estimates until a
 [day with a GPU](../gpu-checklist.md#a-day-with-a-gpu) has confirmed them.
 
     python benchmarks/gpu/step.py --output docs/benchmarks/gpu-step.md
 
-Each user has a context of {CONTEXT:,} tokens; with `--ep`, users are those of each rank. Times are
-milliseconds, without sampling and the host's work between two steps.
+Each user has {CONTEXT:,} tokens of context; with `--ep`, each rank has so many users. Times are
+milliseconds, without sampling and without the host's work between two steps.
 
 {table(rows)}
 
-- **floor**: the bytes of the weights and of the cache, over the memory's bandwidth.
+- **floor**: the weights' and the cache's bytes, over the memory's bandwidth.
 - **gaps**: between two kernels in a CUDA graph, 1.2 us each (assumed).
-- **exposed**: the part of the device's time in which a rank only exchanges. A signal costs 1.2 us
-  and a wait 0.5 us for each rank, one after the other (assumed).
-- **host**: only for steps without a CUDA graph: 50 us of Python for each launch (assumed).
-- **step**: the longer of device and host.
+- **exposed**: device time in which a rank only exchanges. For each rank, one after the other, a
+  signal costs 1.2 us and a wait 0.5 us (assumed).
+- **host**: only for steps without a CUDA graph: 50 us for each launch in Python (assumed).
+- **step**: the longer time, device or host.
 """
 
 
