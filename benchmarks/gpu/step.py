@@ -257,17 +257,17 @@ prices them with the kernels' cost model for the {device}. The figures are estim
 
     python benchmarks/gpu/step.py --output docs/benchmarks/gpu-step.md
 
-Each user has {CONTEXT:,} tokens of context; with `--ep`, each rank has so many users. Times are
+Each user has {CONTEXT:,} tokens of context; with `--ep`, each rank has that number. Times are
 milliseconds, without sampling and without the host's work between two steps.
 
 {table(rows)}
 
 - **floor**: the weights' and the cache's bytes, over the memory's bandwidth.
 - **gaps**: between two kernels in a CUDA graph, 1.2 us each (assumed).
-- **exposed**: device time in which a rank only exchanges. For each rank, one after the other, a
-  signal costs 1.2 us and a wait 0.5 us (assumed).
+- **exposed**: device time in which a rank only exchanges. A rank signals its peers in turn, and
+  waits for them in turn: 1.2 us and 0.5 us for each (assumed).
 - **host**: only for steps without a CUDA graph: 50 us for each launch in Python (assumed).
-- **step**: the longer time, device or host.
+- **step**: the longer time: the device's or the host's.
 """
 
 
