@@ -263,6 +263,8 @@ milliseconds, without sampling and without the host's work between two steps.
 {table(rows)}
 
 - **floor**: the weights' and the cache's bytes, over the memory's bandwidth.
+- **products**: torch's reach 85% of the memory's bandwidth or 75% of the arithmetic, and take
+  1.5 us more (assumed).
 - **gaps**: between two kernels in a CUDA graph, 1.2 us each (assumed).
 - **exposed**: device time in which a rank only exchanges. A rank signals its peers in turn, and
   waits for them in turn: 1.2 us and 0.5 us for each (assumed).

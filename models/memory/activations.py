@@ -145,7 +145,7 @@ def triton_activations(
     for layer in spec.layers:
         mlp = layer.feed_forward
         if isinstance(mlp, MlpSpec):
-            size = tokens * mlp.gate.weight.shape[0] * item
+            size = tokens * 3 * mlp.gate.weight.shape[0] * item  # gate and up, their product
         else:  # rows in expert order, their results; both in float32, weighted
             rows = step.dp_size * tokens * mlp.top_k
             size = rows * (2 * spec.hidden_size + mlp.gate.shape[1]) * item

@@ -8,7 +8,7 @@ single rank, which exchanges nothing. The alternative is `Overlapped` in overlap
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,32 @@ from weft.kernels.gpu.attention.decode import decode_attention
 from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.tile import is_decode
-from weft.kernels.gpu.matmul.epilogue import Epilogue
-from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.rowwise import activation
+from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.gpu_layers import Experts, Linear
 from weft.models.torch.group import Groups
+
+
+class Stream(NamedTuple):
+    """The residual stream between two blocks, [T, hidden].
+
+    Attributes:
+        x: the stream, or without the last block's output.
+        added: that output; the next norm adds it, in the same kernel. None if x has it already.
+    """
+
+    x: Tensor
+    added: Tensor | None = None
+
+    def norm(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the normalized stream, and the stream."""
+        normed = rms_norm(self.x, weight, eps, residual=self.added)
+        return normed.out, self.x if normed.total is None else normed.total
+
+    def whole(self) -> Tensor:
+        """Return the stream."""
+        return self.x if self.added is None else self.x + self.added
 
 
 class Exchange(Protocol):
@@ -46,8 +67,8 @@ class Exchange(Protocol):
     ) -> Tensor:
         """Multiply all tokens by this rank's columns; a sharded step keeps its padding."""
 
-    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Tensor:
-        """Multiply all tokens by this rank's rows, sum over the ranks and add the residual."""
+    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Stream:
+        """Multiply all tokens by this rank's rows, sum over the ranks and add to the residual."""
 
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
@@ -56,8 +77,8 @@ class Exchange(Protocol):
 
     def run_experts(
         self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool
-    ) -> Tensor:
-        """Run the experts on all ranks and add their result to x; [T, hidden].
+    ) -> Stream:
+        """Run the experts on all ranks and add their result to x.
 
         Args:
             experts: this rank's experts.
@@ -81,6 +102,12 @@ def attend(
     """Attention over local pages: [T, H, D] to the same shape."""
     op = decode_attention if is_decode(q, batch) else paged_attention
     return op(q, *cache, batch, scale=scale, sliding_window=window)
+
+
+def multiply(x: Tensor, linear: Linear, *, silu_multiply: bool) -> Tensor:
+    """[T, K] -> [T, N], or silu(gate) * up [T, N / 2]."""
+    out = linear(x)
+    return activation.silu_multiply(out) if silu_multiply else out
 
 
 class Plain:
@@ -109,16 +136,11 @@ class Plain:
         self, x: Tensor, linear: Linear, *, silu_multiply: bool, sharded: bool
     ) -> Tensor:
         """See Exchange."""
-        epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
-        return matmul(x, linear.weights, epilogue=epilogue)
+        return multiply(x, linear, silu_multiply=silu_multiply)
 
-    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Tensor:
-        """See Exchange. The first rank adds the bias and the residual."""
-        epilogue = Epilogue()
-        if self._group.is_first:
-            epilogue = Epilogue(bias=linear.bias, residual=residual)
-        (weight,) = linear.weights
-        return self._group.sum(matmul(x, weight, epilogue=epilogue))
+    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Stream:
+        """See Exchange. The first rank adds the bias."""
+        return Stream(residual, self._group.sum(linear(x, biased=self._group.is_first)))
 
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
@@ -146,18 +168,15 @@ class Plain:
 
     def run_experts(
         self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool
-    ) -> Tensor:
+    ) -> Stream:
         """See Exchange."""
         if self._data.size == 1:
-            routed = experts(normed)
-            return self._group.sum(x + routed if self._group.is_first else routed)
+            return Stream(x, self._group.sum(experts(normed)))
         if not sum(tokens):
-            return x
+            return Stream(x)
         routed = experts(self._data.gather_rows(normed, tokens))
         own = self._data.scatter_sum(routed, tokens)
-        if not len(x):
-            return x
-        return self._group.sum((x + own if self._group.is_first else own).to(x.dtype))
+        return Stream(x, self._group.sum(own.to(x.dtype)) if len(x) else None)
 
     def faults(self) -> list[Tensor]:
         """None: torch.distributed raises."""

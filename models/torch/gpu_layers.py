@@ -1,6 +1,6 @@
 """Layer parts on Triton kernels: linear layers and experts, loaded onto the device.
 
-Weights keep the checkpoint's layout, [N, K]; the kernels read the transpose without copying.
+Weights keep the checkpoint's layout, [N, K]; products read the transpose without copying.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_combine, moe_dispatch
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
-from weft.kernels.gpu.matmul.matmul import matmul
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import LinearSpec, MoeSpec, WeightSpec
 
@@ -59,18 +59,37 @@ class WeightLoader:
 
 
 class Linear:
-    """One or several matrices with a common input: each is [K, N], a transposed view."""
+    """One or several matrices with a common input, side by side.
+
+    torch multiplies (cuBLAS on NVIDIA's GPUs): no exchange runs beside this product, and for it
+    torch's kernels are the fastest known. Ops with an exchange take the matrices one by one.
+
+    Args:
+        weights: the matrices, each [N_i, K].
+        biases: none, or one [N_i] for each.
+
+    Attributes:
+        weights: the matrices, each [K, N_i]: transposed views of one tensor.
+        bias: [N], or None.
+    """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        self.weights = [weight.contiguous().mT for weight in weights]
+        one = len(weights) == 1
+        self._weight = weights[0].contiguous() if one else torch.cat(list(weights))
+        parts = torch.split(self._weight, [len(part) for part in weights])
+        self.weights = [part.mT for part in parts]
         self.bias = torch.cat(list(biases)) if biases else None
+
+    def __call__(self, x: Tensor, *, biased: bool = True) -> Tensor:
+        """[T, K] -> [T, N]; without the bias if not `biased`."""
+        return linear(x, self._weight, self.bias if biased else None)
 
 
 class Experts:
     """This rank's experts, or its part in every expert."""
 
     def __init__(self, spec: MoeSpec, load: WeightLoader) -> None:
-        self._router = load(spec.router).mT
+        self._router = Linear([load(spec.router)])
         self._first = load.parts(spec.gate)[0].start
         self._gate_up = [load.stack(spec.gate).mT, load.stack(spec.up).mT]
         self._down = load.stack(spec.down).mT
@@ -112,7 +131,7 @@ class Experts:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose each token's experts, int32 [T, k], and their weights, float32 [T, k]."""
-        return route(matmul(x, self._router), self._top_k, normalize=self._normalize)
+        return route(self._router(x), self._top_k, normalize=self._normalize)
 
     def _run(self, rows: Tensor, offsets: Tensor, expected: int = 0) -> Tensor:
         """Run this rank's experts over rows [R, hidden] in expert order; expect all rows by

@@ -29,13 +29,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from weft.kernels.cpu.rope import HeadNorms, Rotation
-from weft.kernels.gpu.matmul.matmul import matmul
 from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
-from weft.models.torch.exchange import Exchange
+from weft.models.torch.exchange import Exchange, Stream
 from weft.models.torch.gpu_layers import Experts, Linear, WeightLoader, WeightSource
 from weft.models.torch.group import Groups
 from weft.models.torch.inputs import PagedPlan
@@ -82,10 +81,10 @@ class Layer:
             self._gate_up = load.linear(block.gate, block.up)
             self._down = load.linear(block.down)
 
-    def __call__(self, x: Tensor, step: _Step, cache: LayerCache) -> Tensor:
+    def __call__(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
         """[T, hidden], or this rank's rows, to the same shape."""
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
-        normed = rms_norm(x, self._norms[0], model.norm_eps).out
+        normed, x = stream.norm(self._norms[0], model.norm_eps)
         qkv = exchange.column_parallel(
             normed, self._qkv, silu_multiply=False, sharded=step.sharded
         )[:tokens]
@@ -99,10 +98,12 @@ class Layer:
             norms=self._head_norms,
         )
         out = exchange.attend(q, cache, step.plan.batch, model.head_dim**-0.5, self._window)
-        x = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
+        stream = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
+        normed, x = stream.norm(self._norms[1], model.norm_eps)
         if self._experts is not None:
-            return self._run_experts(self._experts, x, step.dp_tokens, sharded=step.sharded)
-        normed = rms_norm(x, self._norms[1], model.norm_eps).out
+            return exchange.run_experts(
+                self._experts, x, normed, step.dp_tokens, sharded=step.sharded
+            )
         inner = exchange.column_parallel(
             normed, self._gate_up, silu_multiply=True, sharded=step.sharded
         )
@@ -111,13 +112,7 @@ class Layer:
     def run_empty(self, empty: Tensor, tokens: Sequence[int]) -> None:
         """Run the experts for other data-parallel attention groups; `empty` is [0, hidden]."""
         if self._experts is not None:
-            self._run_experts(self._experts, empty, tokens, sharded=False)
-
-    def _run_experts(
-        self, experts: Experts, x: Tensor, tokens: Sequence[int], *, sharded: bool
-    ) -> Tensor:
-        normed = rms_norm(x, self._norms[1], self._model.norm_eps).out
-        return self._exchange.run_experts(experts, x, normed, tokens, sharded=sharded)
+            self._exchange.run_experts(self._experts, empty, empty, tokens, sharded=False)
 
 
 class GpuModel:
@@ -175,8 +170,10 @@ class GpuModel:
         step = _Step(rotation, plan, sharded, tuple(size.tokens for size in dp_sizes))
         if sharded:
             x = self.exchange.shard(x)
+        stream = Stream(x)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
-            x = layer(x, step, layer_cache)
+            stream = layer(stream, step, layer_cache)
+        x = stream.whole()
         if sharded:
             x = self.exchange.unshard(x, tokens)
         return x if rows is None else x[rows]
@@ -193,7 +190,7 @@ class GpuModel:
 
     def logits(self, hidden: Tensor) -> Logits:
         """[S, hidden] for the sampled tokens -> [S, vocab_size]."""
-        local = matmul(self.final_norm(hidden), self._lm_head.weights)
+        local = self._lm_head(self.final_norm(hidden))
         return Logits(local, self._vocab_size, self._group)
 
     def embed(self, token_ids: Tensor) -> Tensor:

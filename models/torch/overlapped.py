@@ -4,12 +4,12 @@
 
      x [T, hidden]                                      x [T / W, hidden]
      norm                                               norm
-     matmul              qkv: own heads, all tokens     all_gather_matmul
+     torch's product     qkv: own heads, all tokens     all_gather_matmul
      rotate_into_cache                                  rotate_into_cache
      paged_attention     own heads                      paged_attention
      matmul_all_reduce   o, + x                         matmul_reduce_scatter
      norm                                               norm
-     matmul              silu(gate) * up: own width     all_gather_matmul
+     torch's product     silu(gate) * up: own width     all_gather_matmul
      matmul_all_reduce   down, + x                      matmul_reduce_scatter
 
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for sharding tokens between
@@ -84,7 +84,6 @@ from weft.kernels.gpu.matmul.all_gather_matmul import (
     all_gather_matmul_workspace,
 )
 from weft.kernels.gpu.matmul.epilogue import Epilogue
-from weft.kernels.gpu.matmul.matmul import matmul
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     ReduceWorkspace,
     matmul_all_reduce,
@@ -101,7 +100,7 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.crossover import predicted_few_tokens, products_of
-from weft.models.torch.exchange import attend
+from weft.models.torch.exchange import Stream, attend, multiply
 from weft.models.torch.gpu_layers import Experts, Linear
 
 logger = logging.getLogger(__name__)
@@ -293,29 +292,27 @@ class Overlapped:
         self, x: Tensor, linear: Linear, *, silu_multiply: bool, sharded: bool
     ) -> Tensor:
         """See Exchange."""
-        epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
         if not sharded or self._workspaces is None:
-            return matmul(x, linear.weights, epilogue=epilogue)
+            return multiply(x, linear, silu_multiply=silu_multiply)
         self._count()
+        epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
         return all_gather_matmul(
             x, linear.weights, self._workspaces.all_gather_matmul, epilogue=epilogue
         )
 
-    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Tensor:
+    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Stream:
         """See Exchange."""
+        if self._workspaces is None:  # each rank has the whole product
+            return Stream(residual, linear(x))
         epilogue = Epilogue(bias=linear.bias, residual=residual)
         (weight,) = linear.weights
-        if self._workspaces is None:  # each rank has the whole product
-            return matmul(x, weight, epilogue=epilogue)
         self._count()
         if not sharded:
-            return matmul_all_reduce(
-                x, weight, self._workspaces.matmul_all_reduce, epilogue=epilogue
-            )
-        x = _with_rows(x, len(residual) * self._workspaces.matmul_reduce_scatter.world_size)
-        return matmul_reduce_scatter(
-            x, weight, self._workspaces.matmul_reduce_scatter, epilogue=epilogue
-        )
+            of_all = self._workspaces.matmul_all_reduce
+            return Stream(matmul_all_reduce(x, weight, of_all, epilogue=epilogue))
+        scattered = self._workspaces.matmul_reduce_scatter
+        x = _with_rows(x, len(residual) * scattered.world_size)
+        return Stream(matmul_reduce_scatter(x, weight, scattered, epilogue=epilogue))
 
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
@@ -327,18 +324,17 @@ class Overlapped:
 
     def run_experts(
         self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool
-    ) -> Tensor:
+    ) -> Stream:
         """See Exchange."""
         if self._workspaces is None:
             assert self._dispatch is not None
-            return x + experts.run_dispatched(normed, max(tokens), self._dispatch, self._count)
+            own = experts.run_dispatched(normed, max(tokens), self._dispatch, self._count)
+            return Stream(x, own)
         self._count()
         if not sharded:
-            return x + all_reduce(experts(normed), self._workspaces.all_reduce)
-        return x + reduce_scatter(
-            experts(all_gather(normed, self._workspaces.all_gather)),
-            self._workspaces.reduce_scatter,
-        )
+            return Stream(x, all_reduce(experts(normed), self._workspaces.all_reduce))
+        gathered = all_gather(normed, self._workspaces.all_gather)
+        return Stream(x, reduce_scatter(experts(gathered), self._workspaces.reduce_scatter))
 
     def faults(self) -> list[Tensor]:
         """See Exchange."""

@@ -27,6 +27,9 @@ IN_GRAPH = 1.2e-6
 EAGER = 50e-6
 """Seconds of Python for a launch without a graph: checks, Triton's launcher, torch; assumed."""
 
+TORCH_MEMORY, TORCH_FLOPS, TORCH_TAIL = 0.85, 0.75, 1.5e-6
+"""torch's products: shares of the bandwidth and of the arithmetic, and seconds more; assumed."""
+
 FENCE, POLL = 1.2e-6, 0.5e-6
 """Seconds of a release at system scope behind stores over NVLink, and of a wait for a signal that
 is set; assumed."""
@@ -65,6 +68,8 @@ class Batch(NamedTuple):
 
 def cost_of(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
     """Return a launch's cost."""
+    if launch.is_torch and launch.name == "linear":
+        return _torch_product(launch, gpu)
     known = COSTS.get(launch.name)
     if known is not None and not launch.is_torch:
         return known(launch, gpu, batch)
@@ -76,6 +81,13 @@ def cost_of(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
     world = launch.arguments["WORLD"]
     seconds += world * max(FENCE, POLL) + _bytes(launch) / gpu.link
     return Cost("exchange", seconds, seconds)
+
+
+def _torch_product(launch: Launch, gpu: Gpu) -> Cost:
+    x, w, *_, out = launch.arguments.values()
+    flops = 2 * x.shape[0] * w.shape[0] * w.shape[1]
+    read = (x.nbytes + w.nbytes + out.nbytes) / (TORCH_MEMORY * gpu.memory)
+    return Cost("products", max(read, flops / (TORCH_FLOPS * gpu.flops)) + TORCH_TAIL)
 
 
 def _product(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:

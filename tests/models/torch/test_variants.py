@@ -87,6 +87,6 @@ def test_kernels_are_not_compiled_for_each_number_of_rows(family: str, tmp_path:
     )
     assert done.returncode == 0, done.stderr
     prompt, prompts, decodes, decode = json.loads(done.stdout.splitlines()[-1])
-    assert {"multiply", "attend", "rotate_heads"} <= prompt.keys()
+    assert {"normalize_rows", "attend", "rotate_heads"} <= prompt.keys()
     assert prompts == prompt
     assert decodes == decode
