@@ -146,10 +146,9 @@ def triton_activations(
         mlp = layer.feed_forward
         if isinstance(mlp, MlpSpec):
             size = tokens * 3 * mlp.gate.weight.shape[0] * item  # gate and up, their product
-        else:  # rows in expert order, their results; both in float32, weighted
+        else:  # gate and up's product, results in expert order; received rows, if dispatched
             rows = step.dp_size * tokens * mlp.top_k
             size = rows * (2 * spec.hidden_size + mlp.gate.shape[1]) * item
-            size += rows * 2 * spec.hidden_size * 4
         feed_forward = max(feed_forward, size)
     end = _sampler_bytes(spec, dtype, step, "cuda") if sampled else _logits_bytes(spec, dtype, step)
     return _residual_bytes(spec, dtype, step) + max(attention, feed_forward, end)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from weft.kernels.gpu.experts.combine import combine
 from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_combine, moe_dispatch
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
@@ -99,11 +100,8 @@ class Experts:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks."""
         ids, weights = self._route(x)
-        sorted_tokens = sort_by_expert(ids - self._first, len(self._down))
-        out = self._run(x[sorted_tokens.order // self._top_k], sorted_tokens.offsets)
-        own = out[sorted_tokens.inverse.clamp(min=0)].float()  # [T, k, hidden]
-        own.masked_fill_((sorted_tokens.inverse < 0)[..., None], 0)  # experts on other ranks
-        return (own * weights[..., None]).sum(1).to(x.dtype)
+        pairs = sort_by_expert(ids, len(self._down), self._first)
+        return combine(self._run(x, pairs.offsets, order=pairs.order), pairs.inverse, weights)
 
     def run_dispatched(
         self, x: Tensor, max_tokens: int, workspace: LowLatencyWorkspace, count: Callable[[], None]
@@ -124,7 +122,7 @@ class Experts:
             sent = moe_dispatch(x[chunk], ids[chunk], workspace)
             # The buffer has capacity for the maximum; on average, a rank receives as many rows as
             # it sends.
-            out = self._run(sent.rows, sent.offsets, ids[chunk].numel())
+            out = self._run(sent.rows, sent.offsets, expected=ids[chunk].numel())
             count()
             mixed.append(moe_combine(out, weights[chunk], sent, workspace))
         return torch.cat(mixed) if mixed else x
@@ -133,10 +131,23 @@ class Experts:
         """Choose each token's experts, int32 [T, k], and their weights, float32 [T, k]."""
         return route(self._router(x), self._top_k, normalize=self._normalize)
 
-    def _run(self, rows: Tensor, offsets: Tensor, expected: int = 0) -> Tensor:
-        """Run this rank's experts over rows [R, hidden] in expert order; expect all rows by
-        default.
+    def _run(
+        self, rows: Tensor, offsets: Tensor, *, order: Tensor | None = None, expected: int = 0
+    ) -> Tensor:
+        """Run this rank's experts over rows [R, hidden] in expert order.
+
+        Args:
+            rows: the rows; with an order, the tokens.
+            offsets: see grouped_matmul.
+            order: pairs in expert order.
+            expected: number of rows on average; all if 0.
         """
         silu = Epilogue(silu_multiply=True)
-        inner = grouped_matmul(rows, self._gate_up, offsets, epilogue=silu, expected=expected)
+        inner = grouped_matmul(
+            *(rows, self._gate_up, offsets),
+            order=order,
+            top_k=self._top_k,
+            epilogue=silu,
+            expected=expected,
+        )
         return grouped_matmul(inner, self._down, offsets, expected=expected)

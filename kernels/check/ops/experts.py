@@ -53,6 +53,20 @@ def _grouped(x: Tensor, *ws: Any, **options: Any) -> Tensor:
     return grouped_matmul(x, weights, offsets, epilogue=options.pop("epilogue", silu), **options)
 
 
+def _in_order(rows: int) -> Tensor:
+    """Choose an order for pairs: every second one, then the others."""
+    return torch.cat([torch.arange(0, rows, 2), torch.arange(1, rows, 2)]).to(torch.int32)
+
+
+def _grouped_in_order(x: Tensor, *ws: Any, **options: Any) -> Tensor:
+    """Run gate and up on tokens in an order."""
+    return _grouped(x, *ws, order=_in_order(len(x)).to(x.device), **options)
+
+
+def _grouped_in_order_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
+    return _grouped_oracle([x[_in_order(len(x))] for x in xs], *ws)
+
+
 def _grouped_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
     results = []
     for x, *weights in zip(xs, *ws, strict=True):
@@ -138,11 +152,15 @@ def _scatter_experts_fp8(x: Tensor, w: Tensor, workspace: Any, **options: Any) -
 
 
 def _expert_op(
-    name: str, function: Callable[..., Tensor], weights: int = 1, *, fp8: bool = False
+    name: str,
+    function: Callable[..., Tensor],
+    weights: int = 1,
+    *,
+    fp8: bool = False,
+    oracle: Callable[..., list[Tensor]] = _grouped_oracle,
 ) -> Op:
     """Make an entry for tensor-parallel experts, or for one rank's experts."""
     gathers, scatters = "all_gather" in name, "reduce_scatter" in name
-    oracle: Callable[..., list[Tensor]] = _grouped_oracle
     if gathers or scatters:
         oracle = _gather_experts_oracle if gathers else _scatter_experts_oracle
 
@@ -170,6 +188,7 @@ def _expert_op(
 EXPERT_PRODUCTS = (
     _expert_op("grouped_matmul", _grouped),
     _expert_op("grouped_gate_up", _grouped, 2),
+    _expert_op("grouped_gate_up_in_order", _grouped_in_order, 2, oracle=_grouped_in_order_oracle),
     _expert_op("grouped_matmul_fp8", _grouped_fp8, fp8=True),
     Op(
         "grouped_gate_up_scaled_fp8",

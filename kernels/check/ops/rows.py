@@ -15,6 +15,7 @@ from weft.kernels.gpu.collectives.all_reduce_norm import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_workspace,
 )
+from weft.kernels.gpu.experts.combine import combine
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.rowwise.activation import (
@@ -74,6 +75,23 @@ def _by_expert(sort: Callable[..., Sequence[Tensor]], x: Tensor) -> Tensor:
     """Sort ids made from the numbers; some may be out of range."""
     ids = (x[:, :8].float() * 2).abs().to(torch.int32)
     return torch.cat([part.float().flatten() for part in sort(ids, x.shape[1])])
+
+
+def _places(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Make places and weights for two choices of each row; some have none."""
+    row = torch.arange(len(x), device=x.device)
+    places = torch.stack([len(x) - 1 - row, row - 1], dim=1).to(torch.int32)
+    return places, (1 + row[:, None] + torch.arange(2, device=x.device)) / (2 + len(x))
+
+
+def _combined(x: Tensor) -> Tensor:
+    return combine(x, *_places(x))
+
+
+def _combined_oracle(x: Tensor) -> Tensor:
+    places, weights = _places(x)
+    rows = x.float()[places.clamp(min=0)] * (places >= 0)[..., None]
+    return (rows * weights[..., None]).sum(1)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
@@ -189,6 +207,7 @@ ROW_OPS = (
         lambda x: _by_expert(reference.sort_by_expert, x),
         lambda s: [(s.m, s.n)],
     ),
+    RowOp("combine", _combined, _combined_oracle, lambda s: [(s.m, s.n)]),
     RowOp("rms_norm", _rms_norm, _rms_norm_oracle, lambda s: [(s.m, s.k), (1, s.k), (s.m, s.k)]),
     RowOp(
         "rms_norm_fp8",

@@ -1,10 +1,12 @@
 """Matrix products of row groups, each group with its own weight: the experts on a rank.
 
     grouped_matmul(x [T, K], w [E, K, N], offsets int32 [E + 1]) -> [T, N]
+    grouped_matmul(x [tokens, K], ..., order=int32 [T])          -> [T, N]
 
-Rows offsets[e] to offsets[e + 1] are multiplied by w[e]. Offsets stay on the device and the host
-never reads them: each expert's row count is unknown before its kernel runs. Rows outside all
-groups are neither read nor written.
+Rows offsets[e] to offsets[e + 1] are multiplied by w[e]. With an order, row r is token
+order[r] // top_k, so tokens need not be copied for each of their experts. Offsets stay on the
+device and the host never reads them: each expert's row count is unknown before its kernel runs.
+Rows outside all groups are neither read nor written.
 
 Protocol. The kernel runs on one rank: no other rank writes, and there are no signals and no slots
 to reuse. Each tile is written by exactly one program.
@@ -18,7 +20,8 @@ from few weights. With few rows for each expert, weights dominate the reads, and
 is read once.
 
 Offsets that decrease, are negative or exceed T make all groups empty, in every program alike. They
-are reported in a status word, and no access is out of bounds.
+are reported in a status word, and no access is out of bounds. An order outside the tokens reads
+the first token.
 
 fp8 rows have one scale per row, or one per 128 columns (the format of moe_dispatch; DeepSeek-V3,
 arXiv:2412.19437, section 3.3). With scales per 128 columns, parts in one sum have different
@@ -49,7 +52,7 @@ from weft.kernels.gpu.matmul.matmul import (
     tile_at,
 )
 from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
-from weft.kernels.gpu.runtime.arguments import KernelError, Require, require
+from weft.kernels.gpu.runtime.arguments import KernelError, Require, require, require_tensor
 from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
 from weft.kernels.gpu.tuning.search import Choice
 
@@ -93,9 +96,12 @@ def report(status, value):
         tl.atomic_cas(status, 0, value, sem="relaxed", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "tokens"])
 def multiply_groups(
-    x,  # [T, K]
+    x,  # [T, K], or [tokens, K] with an order
+    order,  # int32 [T], or None
+    tokens,
+    top_k,
     weights,  # three, each [E, K, n], or [E, n, K] if FORM.transposed, or None
     widths,  # n for each weight
     offsets,  # int32 [E + 1]
@@ -132,8 +138,17 @@ def multiply_groups(
         row, column = tile_at(tile - before * columns, tl.cdiv(rows, BLOCK_M), columns, GROUP)
         first = tl.cast(begin, tl.int64)
         matrix = tl.cast(group, tl.int64) * K
+        if order is None:
+            left, top, result = x + first * K, row * BLOCK_M, out + first * out_columns
+        else:
+            at = row * BLOCK_M + tl.arange(0, BLOCK_M)
+            token = tl.load(order + begin + at, mask=at < rows, other=0) // top_k
+            token = tl.where((token >= 0) & (token < tokens), token, 0)
+            left, top = x + token.to(tl.int64) * K, 0
+            result = out + (first + at) * out_columns
+            rows -= row * BLOCK_M
         multiply_and_finish(
-            x + first * K, row * BLOCK_M, rows, column,
+            left, top, rows, column,
             weights[0] + matrix * n0,
             None if weights[1] is None else weights[1] + matrix * n1,
             None if weights[2] is None else weights[2] + matrix * n2,
@@ -142,7 +157,7 @@ def multiply_groups(
             None if epilogue.w_scale is None else epilogue.w_scale + group * scale_stride,
             None if epilogue.bias is None else epilogue.bias + group * (n0 + n1 + n2),
             None if epilogue.residual is None else epilogue.residual + first * out_columns,
-            out + first * out_columns, K, FORM,
+            result, K, FORM,
         )  # fmt: skip
 
 
@@ -166,6 +181,8 @@ def grouped_matmul(
     w: Tensor | Sequence[Tensor],
     offsets: Tensor,
     *,
+    order: Tensor | None = None,
+    top_k: int = 1,
     epilogue: Epilogue = NOTHING,
     out: Tensor | None = None,
     status: Tensor | None = None,
@@ -183,6 +200,9 @@ def grouped_matmul(
         w: [E, K, N] with x's dtype, contiguous or the transposes (`mT`) of contiguous [E, N, K]; or
             up to three such weights, whose columns are concatenated (gate and up).
         offsets: int32 [E + 1], on x's device: group e is rows offsets[e] to offsets[e + 1].
+        order: int32 [T], contiguous, on x's device: row r is x's row order[r] // top_k. The
+            epilogue must then have no x_scale and no residual.
+        top_k: choices of each token in the order.
         epilogue: applied to the product. Its w_scale and bias have one entry per group; its x_scale
             may have one number for each 128 columns in a row.
         out: the result; rows outside all groups stay unchanged. If None, a new tensor.
@@ -205,6 +225,13 @@ def grouped_matmul(
     weights = Weights.of(w, x, check, groups=groups)
     (most, k), n, silu = x.shape, sum(weights.widths), epilogue.silu_multiply
     check("x's columns", k, k > 0, "be at least 1")
+    if order is not None:
+        most = order.numel()
+        require_tensor(check, "order", order, (most,), x.device, torch.int32)
+        check("top_k", top_k, top_k > 0, "be at least 1")
+        check("x's rows", len(x), len(x) > 0 or not most, "be at least 1: the order names them")
+        bare = epilogue.x_scale is None and epilogue.residual is None
+        check("epilogue", "given", bare, "have no x_scale and no residual with an order")
     check("expected", expected, expected >= 0, "be positive, or 0 for all rows")
     rows = expected or most
     scaled = isinstance(epilogue.x_scale, Tensor) and epilogue.x_scale.dim() == 2
@@ -215,7 +242,15 @@ def grouped_matmul(
             columns = 32 * config.warps * FEW_ACCUMULATORS // config.block_m
             blocks = (config.block_m, max(16, min(config.block_n, columns)), config.block_k)
     tiling = choose_tiling(
-        -(-rows // groups), x, weights, blocks, warps, stages, check, silu, apart=scaled
+        -(-rows // groups),
+        x,
+        weights,
+        blocks,
+        warps,
+        stages,
+        check,
+        silu,
+        apart=scaled or order is not None,
     )
     must = f"have a BLOCK_K of at most {SCALE_GROUP}: its products share their scales"
     check("blocks", blocks, not scaled or tiling.block_k <= SCALE_GROUP, must)
@@ -238,6 +273,9 @@ def grouped_matmul(
     form = form_of(tiling, weights, epilogue, most, k)
     multiply_groups[(min(tiles, programs or count_processors(x.device)),)](
         x=x,
+        order=order,
+        tokens=len(x),
+        top_k=top_k,
         weights=weights.three,
         widths=weights.three_widths,
         offsets=offsets,

@@ -11,13 +11,12 @@ next launch on the same stream, and each output element has one writing program.
 route: one program, with one warp, for each token. Its experts form a tile with one
 group per row, so group scores are sums over rows. The best expert is taken k times.
 
-sort_by_expert: a counting sort in two launches, both with at most MAX_TILES token
-tiles. `count_pairs` counts the pairs for each expert in a tile. `place_pairs` adds up
-these counts: over all tiles for the offsets, and over earlier tiles for its own first
-places. It then places its pairs block by block. Within a block, a pair's place is its
-expert's next place plus the count of earlier pairs in the block with that expert. Pairs
-thus stay in order within an expert. The result is the same in every run, because it
-does not depend on the order in which programs run.
+sort_by_expert: a counting sort in two launches, or in one for few pairs. Both have at most
+MAX_TILES token tiles. `count_pairs` counts the pairs for each expert in a tile. `place_pairs` adds
+up these counts: over all tiles for the offsets, and over earlier tiles for its own first places. It
+then places its pairs block by block. Within a block, a pair's place is its expert's next place plus
+the count of earlier pairs in the block with that expert. Pairs thus stay in order within an expert.
+The result is the same in every run, because it does not depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -39,6 +38,9 @@ MAX_PAIRS = 2**31 - 1
 
 MAX_TILES, TILE_PAIRS = 128, 64
 """Maximum tiles, and minimum pairs in a tile."""
+
+FEW_PAIRS = 128
+"""Maximum pairs that one program counts and places: a second launch would take longer."""
 
 MATRIX = 4096
 """Block size: pairs times experts."""
@@ -201,11 +203,39 @@ def route(
     return ids, weights
 
 
-@triton.jit(do_not_specialize=["tokens", "span"])
+@triton.jit
+def count_tile(
+    status,  # int32 [T]
+    ids,  # int32 [T, K]
+    first,  # lowest id
+    begin,  # the tile's tokens
+    end,
+    k,  # K
+    experts,  # E
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Count a tile's pairs for each expert, int32 [BLOCK_E]; flag tokens with an unknown expert."""
+    expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(begin, end, BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)
+        inside = (token < end)[:, None] & (choice < k)[None, :]
+        id = tl.load(ids + token[:, None] * k + choice[None, :], mask=inside, other=0) - first
+        bad = inside & ((id < 0) | (id >= experts))
+        tl.store(status + token, tl.max(bad.to(tl.int32), axis=1), mask=token < end)
+        flat = tl.reshape(tl.where(inside, id, -1), (BLOCK_T * BLOCK_K,))
+        total += tl.sum((flat[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    return tl.where(expert < experts, total, 0)
+
+
+@triton.jit(do_not_specialize=["first", "tokens", "span"])
 def count_pairs(
     counts,  # int32 [tiles, E]
     status,  # int32 [T]
     ids,  # int32 [T, K]
+    first,  # lowest id
     tokens,  # T
     k,  # K
     experts,  # E
@@ -214,36 +244,32 @@ def count_pairs(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Count the pairs for each expert in a tile, and flag tokens with an unknown expert.
-
-    Grid: (tiles,).
-    """
+    """Count the pairs for each expert in a tile. Grid: (tiles,)."""
     tile = tl.program_id(0)
     end = tl.minimum((tile + 1) * span, tokens)
-    expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(tile * span, end, BLOCK_T):
-        token = start + tl.arange(0, BLOCK_T)
-        inside = (token < end)[:, None] & (choice < k)[None, :]
-        id = tl.load(ids + token[:, None] * k + choice[None, :], mask=inside, other=0)
-        bad = inside & ((id < 0) | (id >= experts))
-        tl.store(status + token, tl.max(bad.to(tl.int32), axis=1), mask=token < end)
-        flat = tl.reshape(tl.where(inside, id, -1), (BLOCK_T * BLOCK_K,))
-        total += tl.sum((flat[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    total = count_tile(
+        status, ids, first, tile * span, end, k, experts, BLOCK_T, BLOCK_K, BLOCK_E
+    )  # fmt: skip
+    expert = tl.arange(0, BLOCK_E)
     tl.store(counts + tile * experts + expert, total, mask=expert < experts)
 
 
-@triton.jit(do_not_specialize=["pairs", "span"])
+@triton.jit(do_not_specialize=["first", "pairs", "span"])
 def place_pairs(
     offsets,  # int32 [E + 1]
     order,  # int32 [pairs]
     inverse,  # int32 [pairs]
-    counts,  # int32 [tiles, E]
+    counts,  # int32 [tiles, E]; None for one tile, which is counted here
+    status,  # int32 [T]
     ids,  # int32 [pairs]
+    first,  # lowest id
     pairs,  # T * K
+    k,  # K
     experts,  # E
     span,  # pairs in a tile
     BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """Assign a place to each pair in a tile. Grid: (tiles,)."""
@@ -251,25 +277,30 @@ def place_pairs(
     expert = tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(0, tiles, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        mask = (other < tiles)[:, None] & (expert < experts)[None, :]
-        count = tl.load(counts + other[:, None] * experts + expert[None, :], mask=mask, other=0)
-        total += tl.sum(count, axis=0)
-        before += tl.sum(tl.where((other < tile)[:, None], count, 0), axis=0)
+    if counts is None:
+        total = count_tile(
+            status, ids, first, 0, pairs // k, k, experts, BLOCK_T, BLOCK_K, BLOCK_E
+        )  # fmt: skip
+    else:
+        for start in range(0, tiles, BLOCK):
+            other = start + tl.arange(0, BLOCK)
+            mask = (other < tiles)[:, None] & (expert < experts)[None, :]
+            count = tl.load(counts + other[:, None] * experts + expert[None, :], mask=mask, other=0)
+            total += tl.sum(count, axis=0)
+            before += tl.sum(tl.where((other < tile)[:, None], count, 0), axis=0)
     begin = tl.cumsum(total, axis=0) - total
     good_pairs = tl.sum(total, axis=0)
     if tile == 0:
         tl.store(offsets + expert, begin, mask=expert < experts)
         tl.store(offsets + experts, good_pairs)
     place_of_next = begin + before
-    first = tile * span
-    place_of_bad = good_pairs + first - tl.sum(before, axis=0)
-    end = tl.minimum(first + span, pairs)
-    for start in range(first, end, BLOCK):
+    first_pair = tile * span
+    place_of_bad = good_pairs + first_pair - tl.sum(before, axis=0)
+    end = tl.minimum(first_pair + span, pairs)
+    for start in range(first_pair, end, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        id = tl.load(ids + pair, mask=pair < end, other=-1)
-        good = (id >= 0) & (id < experts)
+        id = tl.load(ids + pair, mask=pair < end, other=0) - first
+        good = (pair < end) & (id >= 0) & (id < experts)
         mine = (good[:, None] & (id[:, None] == expert[None, :])).to(tl.int32)
         above = tl.cumsum(mine, axis=0) - mine
         place = tl.sum(mine * (place_of_next[None, :] + above), axis=1)
@@ -298,12 +329,13 @@ class Permutation(NamedTuple):
     status: Tensor
 
 
-def sort_by_expert(ids: Tensor, experts: int) -> Permutation:
+def sort_by_expert(ids: Tensor, experts: int, first: int = 0) -> Permutation:
     """Sort pairs (token, expert) by expert; the sort is stable.
 
     Args:
         ids: int32 [T, k], contiguous; any values. A token may have the same expert twice.
         experts: E.
+        first: id of expert 0; the others follow.
 
     Raises:
         KernelError: the ids' shape or dtype, or the expert count, is not supported.
@@ -314,6 +346,7 @@ def sort_by_expert(ids: Tensor, experts: int) -> Permutation:
     check("ids's shape", shape, fits, f"be [T, k], k from 1 to {MAX_TOP_K}")
     require_tensor(check, "ids", ids, tuple(shape), ids.device, torch.int32)
     require_counts(check, 1, experts=experts)
+    require_counts(check, 0, first=first)
     check("experts", experts, experts <= MAX_EXPERTS, f"be at most {MAX_EXPERTS}")
     (tokens, k), pairs = shape, ids.numel()
     check("ids's size", pairs, pairs <= MAX_PAIRS, f"be at most {MAX_PAIRS}")
@@ -321,36 +354,33 @@ def sort_by_expert(ids: Tensor, experts: int) -> Permutation:
     if not pairs:
         return Permutation(ids.new_zeros(experts + 1), order, inverse, status)
     offsets = ids.new_empty(experts + 1)
-    span = max(-(-TILE_PAIRS // k), -(-tokens // MAX_TILES))
+    few = pairs <= FEW_PAIRS
+    span = tokens if few else max(-(-TILE_PAIRS // k), -(-tokens // MAX_TILES))
     tiles = -(-tokens // span)
-    counts = ids.new_empty(tiles, experts)
+    counts = None if few else ids.new_empty(tiles, experts)
     block_e, block_k = triton.next_power_of_2(experts), triton.next_power_of_2(k)
     block = min(128, max(16, MATRIX // block_e))
-    warps = min(16, max(1, block * block_e // 1024))
-    count_pairs[(tiles,)](
-        counts=counts,
-        status=status,
-        ids=ids,
-        tokens=tokens,
-        k=k,
-        experts=experts,
-        span=span,
-        BLOCK_T=max(1, block // block_k),
-        BLOCK_K=block_k,
-        BLOCK_E=block_e,
-        num_warps=warps,
-    )
+    common = {
+        "status": status,
+        "ids": ids,
+        "first": first,
+        "k": k,
+        "experts": experts,
+        "BLOCK_T": max(1, block // block_k),
+        "BLOCK_K": block_k,
+        "BLOCK_E": block_e,
+        "num_warps": min(16, max(1, block * block_e // 1024)),
+    }
+    if not few:
+        count_pairs[(tiles,)](counts=counts, tokens=tokens, span=span, **common)
     place_pairs[(tiles,)](
         offsets=offsets,
         order=order,
         inverse=inverse,
         counts=counts,
-        ids=ids,
         pairs=pairs,
-        experts=experts,
         span=span * k,
         BLOCK=block,
-        BLOCK_E=block_e,
-        num_warps=warps,
+        **common,
     )
     return Permutation(offsets, order, inverse, status)

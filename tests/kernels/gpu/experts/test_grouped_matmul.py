@@ -92,6 +92,62 @@ def test_any_groups(
     assert out[rows - after :].isnan().all()
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    tokens=st.integers(1, 20),
+    top_k=st.integers(1, 3),
+    k=st.integers(1, 40),
+    gate_up=st.booleans(),
+    bias=st.booleans(),
+    dtype=DTYPES,
+    programs=st.integers(0, 5),
+    seed=SEEDS,
+)
+def test_rows_in_an_order(
+    tokens: int,
+    top_k: int,
+    k: int,
+    gate_up: bool,
+    bias: bool,
+    dtype: torch.dtype,
+    programs: int,
+    seed: int,
+) -> None:
+    """They are what copies of the tokens in this order give; some pairs have no group."""
+    torch.manual_seed(seed)
+    groups, pairs = 3, tokens * top_k
+    x, order = torch.randn(tokens, k).to(dtype), torch.randperm(pairs).int()
+    cuts = torch.randint(pairs + 1, (groups,)).sort().values.int()
+    offsets = torch.cat([torch.zeros(1).int(), cuts])
+    ws = [torch.randn(groups, k, 9).to(dtype) for _ in range(2 if gate_up else 1)]
+    epilogue = Epilogue(
+        bias=torch.randn(groups, 9 * len(ws)) if bias else None, silu_multiply=gate_up
+    )
+    options = {"epilogue": epilogue, "blocks": BLOCKS, "programs": programs}
+    got = grouped_matmul(x, ws, offsets, order=order, top_k=top_k, **options)
+    copied = grouped_matmul(x[order // top_k], ws, offsets, **options)
+    close(got[: offsets[-1]], copied[: offsets[-1]].float(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("order", "top_k", "epilogue", "message"),
+    [
+        (torch.zeros(4).long(), 1, Epilogue(), "order's dtype"),
+        (torch.zeros(4).int(), 0, Epilogue(), "top_k is 0; it must be at least 1"),
+        (
+            *(torch.zeros(4).int(), 1, Epilogue(residual=torch.zeros(4, 4))),
+            "no x_scale and no residual with an order",
+        ),
+    ],
+)
+def test_orders_that_are_refused(
+    order: Tensor, top_k: int, epilogue: Epilogue, message: str
+) -> None:
+    x, w = torch.randn(2, 8), torch.randn(1, 8, 4)
+    with pytest.raises(KernelError, match=message):
+        grouped_matmul(x, w, offsets_of([4]), order=order, top_k=top_k, epilogue=epilogue)
+
+
 @pytest.mark.parametrize("full", [0, 3, LEAST_GROUPS + 9])
 def test_one_of_many_groups_has_all_rows(full: int) -> None:
     sizes = [0] * (LEAST_GROUPS + 10)
@@ -230,6 +286,16 @@ def wrong(faulty: ModuleType) -> bool:
     faulty.grouped_matmul(x, w, offsets, out=out, blocks=BLOCKS, programs=3)
     expected = reference.grouped_matmul(x, w, offsets)
     expected[:4], expected[74:] = NAN, NAN
+    if not torch.allclose(out, expected, atol=1e-4, equal_nan=True):
+        return True
+    order, tokens = torch.randperm(80).int(), torch.randn(60, 16)[:40]
+    stray = order.clone()
+    stray[40] = 2 * 45  # a token that does not exist
+    out.fill_(NAN)
+    faulty.grouped_matmul(tokens, w, offsets, order=stray, top_k=2, out=out, blocks=BLOCKS)
+    stray[40] = 0
+    expected = reference.grouped_matmul(tokens[stray // 2], w, offsets)
+    expected[:4], expected[74:] = NAN, NAN
     return not torch.allclose(out, expected, atol=1e-4, equal_nan=True)
 
 
@@ -239,6 +305,11 @@ FAULTS = {
     "no mask of rows": ("even_m=False", "even_m=True"),
     "another group's weight": ("tl.cast(group, tl.int64) * K", "tl.cast(before, tl.int64) * K"),
     "rows from the start": ("first = tl.cast(begin, tl.int64)", "first = tl.cast(row, tl.int64)"),
+    "the order from the start": ("order + begin + at", "order + at"),
+    "one choice for each token": ("other=0) // top_k", "other=0)"),
+    "tokens that do not exist": ("(token >= 0) & (token < tokens)", "token >= 0"),
+    "results from the start": ("out + (first + at) * out_columns", "out + at * out_columns"),
+    "no end of a group": ("rows -= row * BLOCK_M", "rows -= 0"),
     "tiles left out": ("tl.num_programs(0), flatten", "tl.num_programs(0) + 1, flatten"),
 }
 

@@ -129,13 +129,21 @@ def test_a_token_with_nan_has_nan_weights_and_no_other_has() -> None:
     tokens=st.integers(0, 90),
     k=st.integers(1, 5),
     experts=st.sampled_from([1, 2, 5, 8, 33]),
+    first=st.sampled_from([0, 7]),
     max_tiles=st.sampled_from([1, 3, 128]),
     strays=st.booleans(),
     one=st.booleans(),
     seed=SEEDS,
 )
 def test_order(
-    tokens: int, k: int, experts: int, max_tiles: int, strays: bool, one: bool, seed: int
+    tokens: int,
+    k: int,
+    experts: int,
+    first: int,
+    max_tiles: int,
+    strays: bool,
+    one: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     reach = 3 if strays else 0
@@ -144,14 +152,16 @@ def test_order(
         ids.fill_(experts - 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routing, "MAX_TILES", max_tiles)
-        got = sort_by_expert(ids, experts)
+        got = sort_by_expert(ids + first, experts, first)
     for part, expected in zip(got, reference.sort_by_expert(ids, experts), strict=True):
         same(part, expected)
 
 
-def test_far_ids_are_flagged() -> None:
+@pytest.mark.parametrize("first", [0, 5])
+def test_far_ids_are_flagged(first: int) -> None:
     ids = torch.tensor([[0, 2**31 - 1], [1, 0], [-(2**31), 1]], dtype=torch.int32)
-    offsets, order, inverse, status = sort_by_expert(ids, 2)
+    ids[ids.abs() < 2] += first
+    offsets, order, inverse, status = sort_by_expert(ids, 2, first)
     assert status.tolist() == [1, 0, 1]
     assert offsets.tolist() == [0, 2, 4]
     assert order.tolist() == [0, 3, 2, 5, 1, 4]
@@ -220,15 +230,16 @@ def check_route(module: ModuleType) -> None:
 
 
 def check_order(module: ModuleType) -> None:
-    """In many tiles, and in one of several blocks."""
+    """In many tiles, in one of several blocks, and in one launch."""
     torch.manual_seed(0)
-    ids = torch.randint(-1, 6, (150, 3), dtype=torch.int32)
-    right = reference.sort_by_expert(ids, 5)
-    for max_tiles in (128, 1):
+    for tokens, max_tiles in ((150, 128), (150, 1), (40, 1)):
+        ids = torch.randint(-1, 6, (tokens, 3), dtype=torch.int32)
+        right = reference.sort_by_expert(ids, 5)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "MAX_TILES", max_tiles)
-            for part, expected in zip(module.sort_by_expert(ids, 5), right, strict=True):
-                same(part, expected)
+            got = module.sort_by_expert(ids + 2, 5, 2)
+        for part, expected in zip(got, right, strict=True):
+            same(part, expected)
 
 
 def test_nothing_is_found_without_a_fault() -> None:
@@ -259,7 +270,10 @@ def test_a_fault_in_routing_is_found(old: str, new: str, tmp_path: Path) -> None
     ("old", "new"),
     [
         ("(id < 0) | (id >= experts)", "id >= experts"),
-        ("good = (id >= 0) & (id < experts)", "good = id < experts"),
+        ("good = (pair < end) & (id >= 0)", "good = (pair < end)"),
+        ("other=0) - first\n        good", "other=0)\n        good"),
+        ("other=0) - first\n        bad", "other=0)\n        bad"),
+        ("tl.where(expert < experts, total, 0)", "total"),
         ("begin + before", "begin"),
         ("other < tile", "other <= tile"),
         ("tl.cumsum(mine, axis=0) - mine", "tl.cumsum(mine, axis=0, reverse=True) - mine"),
