@@ -171,7 +171,7 @@ def predict(model: str, tp: int, ep: int, users: int, gpu: Any) -> tuple[Row, An
     top_k = max(block.top_k if isinstance(block, MoeSpec) else 1 for block in blocks)
     batch = Batch(users, CONTEXT, top_k, spec.hidden_size)
     costs = [cost_of(launch, gpu, batch) for launch in recorded.whole]
-    sizes = buckets(layout, users, MAX_TOKENS)
+    sizes = buckets(layout, users, MAX_TOKENS, overlapped=layout.world_size > 1)
     graph = bool(sizes) and max(sizes) >= users
     parts: dict[str, float] = dict.fromkeys(("products", "attention", "exchange", "other"), 0.0)
     for cost in costs:

@@ -125,6 +125,8 @@ class Experts:
             out = self._run(sent.rows, sent.offsets, expected=ids[chunk].numel())
             count()
             mixed.append(moe_combine(out, weights[chunk], sent, workspace))
+        if len(mixed) == 1:
+            return mixed[0]
         return torch.cat(mixed) if mixed else x
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,12 @@ their results to the same memory, because a graph would otherwise keep its own: 
 requests would hold 4231 rows of logits. On a CPU there is nothing to record: a replay calls the
 model on the same buffers.
 
-Not handled: pipeline stages, data-parallel attention and context parallel; such steps are not
-recorded.
+With data-parallel attention, groups replay steps with different sizes: each recorded layer sends
+its tokens to their experts once, and so do the other groups' layers. A step in which any group has
+more tokens is dispatched in parts, and no group replays it.
+
+Not handled: pipeline stages, context parallel, and data-parallel attention with plain collectives,
+where the numbers of tokens shape the exchanges. Such steps are not recorded.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from weft.models.interface import StepInput
 from weft.models.spec.layout import Layout
 from weft.models.torch.inputs import PagedPlan, StepTensors, put, rows_of
 from weft.models.torch.logits import Logits
+from weft.models.torch.overlapped import DISPATCH_TOKENS
 
 BUCKET_STEP = 8
 """Distance between large buckets."""
@@ -67,14 +72,18 @@ class Forward:
     logits: Logits
 
 
-def buckets(layout: Layout, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+def buckets(
+    layout: Layout, max_num_seqs: int, max_num_batched_tokens: int, *, overlapped: bool
+) -> list[int]:
     """List the numbers of requests to record steps for; empty for unsupported layouts.
 
     The list ends at the first bucket that reaches `max_num_seqs`. No bucket exceeds
     `max_num_batched_tokens`, because the ranks' workspaces are made for that.
     """
-    if not layout.pp == layout.dp_size == layout.cp == 1:
+    if not layout.pp == layout.cp == 1 or (layout.dp_size > 1 and not overlapped):
         return []
+    if layout.dp_size > 1:
+        max_num_batched_tokens = min(max_num_batched_tokens, DISPATCH_TOKENS)
     sizes = [1, 2, 4, *range(BUCKET_STEP, MAX_REQUESTS + 1, BUCKET_STEP)]
     needed = (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs)
     return [size for size in needed if size <= max_num_batched_tokens]
@@ -89,6 +98,7 @@ class Graphs:
         sizes: numbers of requests to record steps for.
         block_size: tokens in a page.
         max_model_len: maximum number of tokens in a request.
+        dp_size: number of data-parallel attention groups.
         log: whether this rank logs the progress.
     """
 
@@ -100,11 +110,13 @@ class Graphs:
         sizes: Sequence[int],
         block_size: int,
         max_model_len: int,
+        dp_size: int = 1,
         log: bool = True,
     ) -> None:
         width = -(-max_model_len // block_size)
         self._inputs = {size: _inputs(size, width, max_model_len, device) for size in sorted(sizes)}
         self._forward, self._device, self._log = forward, device, log
+        self._most = DISPATCH_TOKENS if dp_size > 1 else None
         self._replays: dict[int, Callable[[], Forward]] = {}
         self._results: list[Tensor] = []
 
@@ -137,6 +149,8 @@ class Graphs:
             the result for the step's requests; valid until the next step.
         """
         requests = len(batch.context_len)
+        if self._most and max(size.tokens for size in batch.group_sizes) > self._most:
+            return None
         size = next((size for size in self._inputs if size >= requests), None)
         if size is None or size not in self._replays or (np.diff(plan.query_start) != 1).any():
             return None

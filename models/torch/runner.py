@@ -33,6 +33,7 @@ from weft.models.interface import (
     Float32,
     Int32,
     Logprobs,
+    Size,
     SlotSampling,
     StepInput,
     StepOutput,
@@ -125,6 +126,7 @@ class TorchRunner:
                 sizes=graph_sizes,
                 block_size=block_size,
                 max_model_len=max_model_len,
+                dp_size=layout.dp_size,
                 log=layout.rank == 0,
             )
 
@@ -189,7 +191,9 @@ class TorchRunner:
                 from weft.models.torch.graphs import buckets
 
                 if cuda_graphs:
-                    graph_sizes = buckets(layout, max_num_seqs, max_tokens)
+                    graph_sizes = buckets(
+                        layout, max_num_seqs, max_tokens, overlapped=home.world_size > 1
+                    )
                 exchange = _make_exchange(
                     home, context_home, spec, layout, compute, max_tokens, groups
                 )
@@ -325,7 +329,9 @@ class TorchRunner:
 
         assert not isinstance(self._model, CpuModel)
         x = self._model.embed(self._resolve_ids(step.token_ids))
-        hidden = self._model(x, step.positions, self._cache, step.plan)
+        groups = self._layout.dp_size
+        sizes = (Size(len(x), len(x)),) * groups if groups > 1 else ()
+        hidden = self._model(x, step.positions, self._cache, step.plan, None, sizes)
         return Forward(hidden, self._model.logits(hidden))
 
     def _first_input(self, token_ids: Tensor, batch: StepInput) -> Tensor:

@@ -119,13 +119,18 @@ def symmetric_bytes(
     return sum(home.nbytes for home in counters)
 
 
-def recorded_requests(config: EngineConfig, layout: Layout) -> int:
+def recorded_requests(config: EngineConfig, layout: Layout, kernels: str) -> int:
     """Return the requests in the largest step recorded as a CUDA graph; 0 without graphs."""
     if not config.cuda_graphs:
         return 0
     from weft.models.torch.graphs import buckets
 
-    sizes = buckets(layout, config.max_num_seqs, config.max_num_batched_tokens)
+    sizes = buckets(
+        layout,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        overlapped=kernels == "overlapped",
+    )
     return max(sizes, default=0)
 
 

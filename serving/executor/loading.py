@@ -151,7 +151,7 @@ def load_model(
         if kernels == "overlapped" and layout.stage_size > 1:
             buffers = symmetric_bytes(config, spec, layout, dtype, device)
         if device.type == "cuda":
-            recorded = recorded_requests(config, layout)
+            recorded = recorded_requests(config, layout, kernels)
     store = None
     if context.world_size > 1:
         store = meet(

@@ -279,8 +279,10 @@ def be_rank(
             from weft.models.torch import overlapped as exchange
 
             exchange.few_tokens = lambda *_: few_tokens
-            exchange.DISPATCH_TOKENS = few_tokens
-            graphs.buckets = lambda at, *_: [3] * (at.cp == at.dp_size == at.pp == 1)
+            exchange.DISPATCH_TOKENS = graphs.DISPATCH_TOKENS = few_tokens
+            graphs.buckets = lambda at, *_, overlapped: (
+                [3] * (at.cp == at.pp == 1 and (overlapped or at.dp_size == 1))
+            )
             stack.enter_context(installed())
         for name, path, (_, dtype, whole) in cases:
             layout, counted = replace(whole, rank=rank), list[bool]()

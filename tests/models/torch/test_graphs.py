@@ -20,6 +20,7 @@ from weft.models.checkpoint.locate import read_spec
 from weft.models.memory.plan import MAX_PADDING
 from weft.models.spec.layout import Layout
 from weft.models.torch.graphs import MAX_REQUESTS, buckets
+from weft.models.torch.overlapped import DISPATCH_TOKENS
 from weft.models.torch.runner import TorchRunner
 
 PAGE, PAGES, REQUESTS, DECODES = 4, 24, 5, 4
@@ -27,7 +28,7 @@ PAGE, PAGES, REQUESTS, DECODES = 4, 24, 5, 4
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
 def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int) -> None:
-    sizes = buckets(Layout(tp=2, ep=2), seqs, tokens)
+    sizes = buckets(Layout(tp=2, ep=2), seqs, tokens, overlapped=False)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] <= tokens
     assert all(before < seqs for before in sizes[:-1])
@@ -37,9 +38,15 @@ def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int)
         assert size <= requests + MAX_PADDING
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2)])
-def test_what_cannot_be_recorded(layout: Layout) -> None:
-    assert buckets(layout, 8, 64) == []
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2, pp=2)])
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_what_cannot_be_recorded(layout: Layout, overlapped: bool) -> None:
+    assert buckets(layout, 8, 64, overlapped=overlapped) == []
+
+
+def test_experts_on_other_ranks_are_recorded_if_one_dispatch_is_enough() -> None:
+    assert buckets(Layout(ep=2), 1000, 2048, overlapped=False) == []
+    assert buckets(Layout(ep=2), 1000, 2048, overlapped=True)[-1] <= DISPATCH_TOKENS
 
 
 def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
