@@ -25,7 +25,7 @@ from weft.models.plan.hardware import Slice
 from weft.models.plan.step import Precision, anonymous
 from weft.models.plan.times import Engine
 from weft.models.spec.layout import Layout, check_layout
-from weft.models.spec.spec import ModelSpec
+from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
 
 CPU = "cpu"
 FORMATS = {CPU: ("none", "int8")}
@@ -194,7 +194,21 @@ def _misfit(
     shorter = _longest_that_fits(spec, place, limits, dtype)
     if shorter:
         return f"{start}, and {lacks}; it would fit with --max-model-len {shorter}"
-    return f"{start}, and {lacks}; choose a larger slice or a smaller model"
+    remedy = "choose a larger slice or a smaller model"
+    if (bits := _narrow_weights(spec, place, dtype, missing)) is not None:
+        remedy += f". Weights with {bits} bits would fit, but weft does not serve them there yet"
+    return f"{start}, and {lacks}; {remedy}"
+
+
+def _narrow_weights(
+    spec: ModelSpec, place: Slice, dtype: str, missing: Sequence[int]
+) -> int | None:
+    """Return the bits, 8 or 4, of weights that would fit; None if neither does.
+
+    The best layout divides the weights by all devices.
+    """
+    own, full = spec.weight_bytes(dtype) / place.devices, 8 * DTYPE_BYTES[dtype]
+    return next((bits for bits in (8, 4) if own * (1 - bits / full) >= min(missing)), None)
 
 
 def _longest_that_fits(spec: ModelSpec, place: Slice, limits: Limits, dtype: str) -> int:

@@ -100,6 +100,8 @@ def read_slice(text: str, devices: Mapping[str, Device] = DEVICES) -> Slice:
     Raises:
         ConfigError: the device is unknown, or the slice does not exist.
     """
+    if not text:
+        raise ConfigError("--for has an empty entry; leave out the comma")
     name, colon, shape = text.partition(":")
     device = _find(name, devices)
     if device is None:
@@ -178,8 +180,9 @@ def read_devices(path: Path) -> dict[str, Device]:
     return devices
 
 
-MIN_SHARE = 1e-3
+MIN_SHARE, MAX_SHARE = 1e-3, 2.0  # of a peak; a measured peak may be a little too low
 SHARES = [each.name for each in fields(Reached)]
+MOST = 1e21
 FIXED = {"name", "sources", "shapes", "ring", "inside", "like", "overlaps", "vector"}
 CHANGEABLE = [each.name for each in fields(Device) if each.name not in FIXED]
 
@@ -210,7 +213,7 @@ def _read_device(path: Path, name: str, table: Any) -> Device:
             new |= _numbers(at, value, ("bandwidth", "hop"))
             values[key] = Link(new["bandwidth"], new["hop"], old.reach)
         elif isinstance(old, Reached):
-            shares = _numbers(at, value, SHARES, least=MIN_SHARE)
+            shares = _numbers(at, value, SHARES, MIN_SHARE, MAX_SHARE)
             values[key] = replace(old, **shares)
         else:
             number = _number(at, value, 0 if key in ("launch", "host", "price") else 1)
@@ -224,20 +227,23 @@ def _read_device(path: Path, name: str, table: Any) -> Device:
     return replace(base, sources=sources, **values)
 
 
-def _numbers(where: str, table: Any, known: Sequence[str], least: float = 1) -> dict[str, float]:
+def _numbers(
+    where: str, table: Any, known: Sequence[str], least: float = 1, most: float = MOST
+) -> dict[str, float]:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is {table!r}; it must be a table with {', '.join(known)}")
     if unknown := [key for key in table if key not in known]:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
     return {
-        key: _number(f"{where}.{key}", each, 0 if key == "hop" else least)
+        key: _number(f"{where}.{key}", each, 0 if key == "hop" else least, most)
         for key, each in table.items()
     }
 
 
-def _number(where: str, value: Any, least: float) -> float:
+def _number(where: str, value: Any, least: float, most: float = MOST) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{where} is {value!r}; it must be a number")
-    if not least <= value < 1e21:
-        raise ConfigError(f"{where} is {value!r}; it must be {least:g} or more, and below 1e21")
+    if not least <= value <= most:
+        bounds = f"from {least:g} to {most:g}" if value >= least else f"{least:g} or more"
+        raise ConfigError(f"{where} is {value!r}; it must be {bounds}")
     return float(value)

@@ -16,7 +16,7 @@ def peers_of(
         buffers=(buffer or signals).addresses,
         slot_numel=0,
         signals=signals.addresses,
-        calls=torch.zeros(1, dtype=torch.int32),
+        calls=torch.zeros(1, dtype=torch.int64),
         fault=torch.full((4,), -1, dtype=torch.int32),
         max_polls=max_polls,
     )

@@ -106,7 +106,7 @@ def prepare(home: Home, calls: Sequence[Callable[[], object]]) -> None:
     home.barrier()
 
 
-SET = 1 << 30
+SET = 1 << 62
 """A signal that no call waits beyond."""
 
 

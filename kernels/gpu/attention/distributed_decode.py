@@ -58,7 +58,7 @@ from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.low_latency import get_ll, put_ll
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import count_off, peer_pointer
+from weft.kernels.gpu.runtime.signals import count_off, peer_pointer, slot_of
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -149,7 +149,7 @@ def send_rows(
     at = row[:, None] * WORDS + column
     sent = stored[:, None] & (column < WORDS)
     logs = log_sum.to(tl.int32, bitcast=True)
-    place = ((call % 2) * WORLD + rank) * tl.cast(rank_words, tl.int64)
+    place = (slot_of(call) * WORLD + rank) * tl.cast(rank_words, tl.int64)
     for step in range(WORLD):
         to = peer_pointer(buffers, (rank + 1 + step) % WORLD, tl.int64) + place
         put_ll(to + at, words, call, sent)
@@ -228,7 +228,7 @@ def collect_and_merge(
     WIDE: tl.constexpr = dtype == tl.float32
     PER_WORD: tl.constexpr = 1 if WIDE else 2
     call = tl.load(peers.calls)
-    slot = (call % 2) * WORLD * tl.cast(rank_words, tl.int64)
+    slot = slot_of(call) * WORLD * tl.cast(rank_words, tl.int64)
     place = tl.arange(0, ROWS * BLOCK_W)
     column = place % BLOCK_W
     for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):

@@ -52,7 +52,7 @@ from weft.kernels.gpu.collectives.chunks import copy_chunk
 from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
@@ -107,7 +107,7 @@ def push_parts(
     keys,  # [PARTS * length, row]; this rank's keys
     values,  # [PARTS * length, row]
     query_start,  # int32 [entries], or None
-    peers,  # buffers [2, 2, half]; signals int32 [met + W]
+    peers,  # buffers [2, 2, half]; signals int64 [met + W]
     rank,
     entries,
     length,  # tokens in a part
@@ -140,7 +140,9 @@ def push_parts(
             wait(peers, rank, met + peer, call - 1)
             own = tl.cast(index * length, tl.int64) * row
             there = tl.cast(rank * PARTS * length, tl.int64) * row + own
-            to = peer_pointer(peers.buffers, peer, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
+            to = peer_pointer(peers.buffers, peer, dtype) + slot_of(call) * 2 * tl.cast(
+                half, tl.int64
+            )
             to += there
             copy_chunk(to, keys + own, number, length * row, chunk * row, BLOCK)
             copy_chunk(to + half, values + own, number, length * row, chunk * row, BLOCK)
@@ -190,7 +192,7 @@ def attend_parts(
     query_start,  # int32 [entries], or None
     out,  # [PARTS * length, HEADS, D]
     lse,  # float32 [PARTS * length, HEADS], or None
-    peers,  # buffers [2, 2, half]; signals int32 [chunks, W], then `met`
+    peers,  # buffers [2, 2, half]; signals int64 [chunks, W], then `met`
     scale,
     rank,
     entries,
@@ -213,7 +215,9 @@ def attend_parts(
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     ROW: tl.constexpr = KV_HEADS * D
     call = tl.load(peers.calls)
-    gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * 2 * tl.cast(half, tl.int64)
+    gathered = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * 2 * tl.cast(
+        half, tl.int64
+    )
     tiles, chunks = tl.cdiv(length, BLOCK_Q), tl.cdiv(length, chunk)
     row, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     for item in range(tl.program_id(0), PARTS * tiles * KV_HEADS, tl.num_programs(0)):

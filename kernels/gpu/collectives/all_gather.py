@@ -53,7 +53,7 @@ from weft.kernels.gpu.collectives.collective import (
 )
 from weft.kernels.gpu.runtime.multimem import load_16_bytes, multimem_store
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import meet, notify, peer_pointer, tell, wait
+from weft.kernels.gpu.runtime.signals import meet, notify, peer_pointer, slot_of, tell, wait
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -61,7 +61,7 @@ from weft.kernels.symmetric.memory import Home
 @triton.jit(do_not_specialize=["rank"])
 def publish_chunks(
     x,  # [numel]; this rank's shard
-    peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
+    peers,  # buffers [2, W, numel]; signals int64 [chunks, W]
     rank,
     numel,
     chunk,
@@ -72,7 +72,7 @@ def publish_chunks(
     """Copy one chunk to this rank's own slot and notify all ranks. Grid: (chunks,)."""
     index = tl.program_id(0)
     call = tl.load(peers.calls)
-    to = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel + rank * numel
+    to = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel + rank * numel
     copy_chunk(to, x, index, numel, chunk, BLOCK)
     for step in range(WORLD):
         notify(peers, (rank + step) % WORLD, index * WORLD + rank, call)
@@ -81,7 +81,7 @@ def publish_chunks(
 @triton.jit(do_not_specialize=["rank"])
 def collect_chunks(
     out,  # [W, numel]
-    # buffers [2, W, numel]; signals int32 [chunks, W], and as many again from `passed` on
+    # buffers [2, W, numel]; signals int64 [chunks, W], and as many again from `passed` on
     peers,
     rank,
     numel,
@@ -105,7 +105,7 @@ def collect_chunks(
         first = tl.where(source % NODE == rank % NODE, 0, passed)
         wait(peers, rank, first + index * WORLD + source, call)
         holder = source if PULL else rank
-        shard = peer_pointer(peers.buffers, holder, dtype) + (call % 2) * peers.slot_numel
+        shard = peer_pointer(peers.buffers, holder, dtype) + slot_of(call) * peers.slot_numel
         shard += source * numel
         copy_chunk(out + source * numel, shard, index, numel, chunk, BLOCK)
 
@@ -114,7 +114,7 @@ def collect_chunks(
 def multicast_chunks(
     x,  # int32 [words]; this rank's shard, in words of 4 bytes
     multicast,  # int64; address of int32 [2, W, words] of all ranks
-    peers,  # signals int32 [chunks, W]
+    peers,  # signals int64 [chunks, W]
     rank,
     words,  # words in a shard; a multiple of 4
     slot_words,  # words in a slot of the buffer; a multiple of 4
@@ -125,7 +125,7 @@ def multicast_chunks(
     """Store one chunk to all ranks and notify them. Grid: (chunks,)."""
     index = tl.program_id(0)
     call = tl.load(peers.calls)
-    to = multicast + 4 * ((call % 2) * tl.cast(slot_words, tl.int64) + rank * words)
+    to = multicast + 4 * (slot_of(call) * tl.cast(slot_words, tl.int64) + rank * words)
     begin = index * chunk // 4
     end = tl.minimum(begin + chunk // 4, words // 4)
     for start in range(begin, end, BLOCK):
@@ -138,7 +138,7 @@ def multicast_chunks(
 
 @triton.jit(do_not_specialize=["rank"])
 def wait_for_all(
-    peers,  # signals int32 [W]
+    peers,  # signals int64 [W]
     rank,
     WORLD: tl.constexpr,
 ):
@@ -186,6 +186,11 @@ class AllGatherWorkspace(CollectiveWorkspace):
         )
         copied = size * max_numel if "copy_engine" in methods else 0
         self.copied = home.empty("all_gather.copied", (copied,), dtype)
+
+    @property
+    def counting(self) -> Sequence[Tensor]:
+        """See Workspace."""
+        return (*super().counting, self.across.local)
 
 
 def all_gather_workspace(

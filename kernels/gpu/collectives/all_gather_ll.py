@@ -25,7 +25,7 @@ from weft.kernels.gpu.runtime.low_latency import (
     put_ll128,
     store_words,
 )
-from weft.kernels.gpu.runtime.signals import peer_pointer
+from weft.kernels.gpu.runtime.signals import peer_pointer, slot_of
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.collectives.all_gather import AllGatherWorkspace
@@ -45,7 +45,7 @@ def gather_ll(
 ):
     """Send blocks to all ranks, then receive theirs. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
-    slot = (call % 2) * peers.slot_numel
+    slot = slot_of(call) * peers.slot_numel
     items = WORLD * tl.cdiv(words, BLOCK)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         peer = (rank + item) % WORLD
@@ -75,7 +75,7 @@ def gather_ll128(
     """Send lines to all ranks, then receive theirs. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     column = tl.arange(0, 16)[None, :]
-    slot = (call % 2) * (peers.slot_numel // 16)  # in lines
+    slot = slot_of(call) * (peers.slot_numel // 16)  # in lines
     items = WORLD * tl.cdiv(lines, LINES)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         peer = (rank + item) % WORLD

@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.kernels.gpu.collectives.chunks import BLOCK, copy_chunk
 from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS, count_chunks
 from weft.kernels.gpu.runtime import nvshmem
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of
 from weft.kernels.gpu.runtime.workspace import triton_type
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def push_across(
     x,  # [numel]; this rank's shard
     # buffers [2, W, numel], 0 for ranks beyond NVLink
-    peers,  # signals int32 [chunks, W]
+    peers,  # signals int64 [chunks, W]
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     rank,
     numel,
@@ -49,7 +49,7 @@ def push_across(
     """
     index = tl.program_id(0)
     call = tl.load(peers.calls)
-    row = (call % 2) * peers.slot_numel + rank * numel
+    row = slot_of(call) * peers.slot_numel + rank * numel
     own = peer_pointer(peers.buffers, rank, dtype) + row
     copy_chunk(own, x, index, numel, chunk, BLOCK)
     notify(peers, rank, index * WORLD + rank, call)
@@ -74,7 +74,7 @@ def push_across(
 @triton.jit(do_not_specialize=["rank"])
 def fan_out(
     # buffers [2, W, numel], 0 for ranks beyond NVLink
-    peers,  # signals int32 [chunks, W], and as many again from `passed` on
+    peers,  # signals int64 [chunks, W], and as many again from `passed` on
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     rank,
     numel,
@@ -104,7 +104,7 @@ def fan_out(
             nvshmem.wait_across(
                 peers.buffers, source, peers, at, across, at_across, rank, call, FAR
             )
-            row = (call % 2) * peers.slot_numel + source * numel
+            row = slot_of(call) * peers.slot_numel + source * numel
             shard = peer_pointer(peers.buffers, rank, dtype) + row
             if peer != rank:
                 to = peer_pointer(peers.buffers, peer, dtype) + row

@@ -47,14 +47,14 @@ from weft.kernels.gpu.collectives.reduce_scatter import add_rows
 from weft.kernels.gpu.runtime.low_latency import LL_BLOCK, get_ll, load_words, put_ll, store_words
 from weft.kernels.gpu.runtime.multimem import multimem_store, multimem_sum
 from weft.kernels.gpu.runtime.peers import SLOTS, Slots
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_and_send(
-    peers,  # buffers [2, W, numel]; signals int32 [first + chunks * W]
+    peers,  # buffers [2, W, numel]; signals int64 [first + chunks * W]
     sums,  # Slots [2, W, numel]
     rank,
     length,  # numbers in this rank's part; at most numel
@@ -69,8 +69,8 @@ def reduce_and_send(
     persistent.
     """
     call = tl.load(peers.calls)
-    rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
-    place = (call % 2) * sums.numel + rank * numel
+    rows = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
+    place = slot_of(call) * sums.numel + rank * numel
     for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
         for source in range(WORLD):
             wait(peers, rank, index * WORLD + source, call)
@@ -89,7 +89,7 @@ def reduce_and_send(
 @triton.jit(do_not_specialize=["rank"])
 def collect_parts(
     out,  # [total]
-    peers,  # buffers [2, W, numel], of sums; signals int32 [first + chunks * W]
+    peers,  # buffers [2, W, numel], of sums; signals int64 [first + chunks * W]
     rank,
     total,
     numel,  # numbers in a part
@@ -105,7 +105,7 @@ def collect_parts(
         part = (rank + WORLD - item % WORLD) % WORLD
         index = item // WORLD
         wait(peers, rank, first + index * WORLD + part, call)
-        come = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+        come = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
         come += part * numel
         length = tl.minimum(numel, total - part * numel)
         copy_chunk(out + part * numel, come, index, length, chunk, BLOCK)
@@ -128,14 +128,14 @@ def reduce_ll(
     """
     WIDE: tl.constexpr = dtype == tl.float32
     call = tl.load(peers.calls)
-    slot = (call % 2) * peers.slot_numel + rank * words
+    slot = slot_of(call) * peers.slot_numel + rank * words
     for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         mine = load_words(x, at, numel, WIDE)
         for step in range(WORLD):
             to = peer_pointer(peers.buffers, (rank + 1 + step) % WORLD, tl.int64) + slot
             put_ll(to + at, mine, call, at < words)
-    come = peer_pointer(peers.buffers, rank, tl.int64) + (call % 2) * peers.slot_numel
+    come = peer_pointer(peers.buffers, rank, tl.int64) + slot_of(call) * peers.slot_numel
     for block in range(tl.program_id(0), tl.cdiv(words, BLOCK), tl.num_programs(0)):
         first = block * BLOCK
         at = first + tl.arange(0, BLOCK)
@@ -160,7 +160,7 @@ def reduce_ll(
 @triton.jit(do_not_specialize=["rank"])
 def publish_parts(
     x,  # [total]
-    peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
+    peers,  # buffers [2, W, numel]; signals int64 [chunks, W]
     rank,
     total,
     numel,  # numbers in a part
@@ -175,7 +175,7 @@ def publish_parts(
     part = (rank + 1 + tl.program_id(0)) % WORLD
     index = tl.program_id(0) // WORLD
     call = tl.load(peers.calls)
-    to = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel + part * numel
+    to = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel + part * numel
     length = tl.minimum(numel, total - part * numel)
     copy_chunk(to, x + part * numel, index, length, chunk, BLOCK)
     notify(peers, part, index * WORLD + rank, call)
@@ -184,7 +184,7 @@ def publish_parts(
 @triton.jit(do_not_specialize=["rank"])
 def reduce_multimem(
     multicast,  # int64; address of [2, W, numel] of all ranks
-    peers,  # signals int32 [first + chunks * W]
+    peers,  # signals int64 [first + chunks * W]
     rank,
     length,  # 16-byte units in this rank's part; at most `units`
     units,  # units in a part
@@ -199,7 +199,7 @@ def reduce_multimem(
     persistent.
     """
     call = tl.load(peers.calls)
-    part = multicast + 16 * ((call % 2) * tl.cast(slot_units, tl.int64) + rank * units)
+    part = multicast + 16 * (slot_of(call) * tl.cast(slot_units, tl.int64) + rank * units)
     for index in range(tl.program_id(0), tl.cdiv(units, chunk), tl.num_programs(0)):
         for source in range(WORLD):
             wait(peers, rank, index * WORLD + source, call)

@@ -35,7 +35,7 @@ from weft.kernels.gpu.rowwise.norm import normalize
 from weft.kernels.gpu.rowwise.rows import require_rows, row_blocks
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -51,7 +51,7 @@ def reduce_and_normalize(
     x,  # [T, N]
     residual,  # [T, N]
     weight,  # [N]
-    peers,  # buffers [2, W, numel]; signals int32 [rows, W]
+    peers,  # buffers [2, W, numel]; signals int64 [rows, W]
     rank,
     eps,
     rows,  # T
@@ -63,7 +63,7 @@ def reduce_and_normalize(
 ):
     """Send rows to all ranks; add received rows and normalise. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
-    slot = (call % 2) * peers.slot_numel
+    slot = slot_of(call) * peers.slot_numel
     mine_in_slot = slot + rank * numel
     column = tl.arange(0, BLOCK)
     inside = column < N

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of
 
 CHUNK = 1 << 14
 """Numbers per signal."""
@@ -31,7 +31,7 @@ def copy_chunk(to, x, index, numel, chunk, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def push_chunks(
     x,  # [total]; rank p gets numel numbers from p * stride on, or fewer where x ends
-    peers,  # buffers [2, W, numel]; signals int32 [chunks, W]
+    peers,  # buffers [2, W, numel]; signals int64 [chunks, W]
     rank,
     numel,
     chunk,  # numbers in a chunk
@@ -48,7 +48,7 @@ def push_chunks(
     peer = (rank + 1 + tl.program_id(0)) % WORLD
     index = tl.program_id(0) // WORLD
     call = tl.load(peers.calls)
-    to = peer_pointer(peers.buffers, peer, dtype) + (call % 2) * peers.slot_numel + rank * numel
+    to = peer_pointer(peers.buffers, peer, dtype) + slot_of(call) * peers.slot_numel + rank * numel
     length = tl.minimum(numel, total - peer * stride)
     copy_chunk(to, x + peer * stride, index, length, chunk, BLOCK)
     notify(peers, peer, index * WORLD + rank, call)

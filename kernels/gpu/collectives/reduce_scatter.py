@@ -38,7 +38,7 @@ from weft.kernels.gpu.collectives.collective import (
 )
 from weft.kernels.gpu.collectives.reduce_scatter_two_level import run_two_level
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -46,7 +46,7 @@ from weft.kernels.symmetric.memory import Home, SymmetricTensor
 @triton.jit(do_not_specialize=["rank"])
 def reduce_chunks(
     out,  # [length]
-    peers,  # buffers [2, COUNT, numel]; signals int32 [first + chunks * COUNT]
+    peers,  # buffers [2, COUNT, numel]; signals int64 [first + chunks * COUNT]
     rank,
     length,  # numbers in the sum; at most numel
     numel,
@@ -58,7 +58,7 @@ def reduce_chunks(
 ):
     """Wait for chunks of all rows and add them. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
-    rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+    rows = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
     for index in range(tl.program_id(0), tl.cdiv(length, chunk), tl.num_programs(0)):
         for row in range(COUNT):
             wait(peers, rank, first + index * COUNT + row, call)
@@ -98,6 +98,11 @@ class ReduceScatterWorkspace(CollectiveWorkspace):
         puts = nodes * chunks if self.far else 0
         self.across = home.zeros("reduce_scatter.across", (puts,), torch.int64)
         self.sent = home.empty("reduce_scatter.sent", (self.sums_numel if self.far else 0,), dtype)
+
+    @property
+    def counting(self) -> Sequence[Tensor]:
+        """See Workspace."""
+        return (*super().counting, self.across.local)
 
 
 def reduce_scatter_workspace(

@@ -30,7 +30,7 @@ from weft.kernels.gpu.collectives.chunks import BLOCK, add_chunk, copy_chunk
 from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS, count_chunks
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.peers import Slots
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import triton_type
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=["rank"])
 def scatter_local(
     x,  # [W, numel]
-    peers,  # buffers [2, W, numel]; signals int32 [scattered + chunks * W]
+    peers,  # buffers [2, W, numel]; signals int64 [scattered + chunks * W]
     rank,
     numel,
     chunk,
@@ -62,14 +62,14 @@ def scatter_local(
     row = to_node * NODE + local
     index = tl.program_id(0) // NODE % chunks
     call = tl.load(peers.calls)
-    to = peer_pointer(peers.buffers, peer, dtype) + (call % 2) * peers.slot_numel + row * numel
+    to = peer_pointer(peers.buffers, peer, dtype) + slot_of(call) * peers.slot_numel + row * numel
     copy_chunk(to, x + (to_node * NODE + to_local) * numel, index, numel, chunk, BLOCK)
     notify(peers, peer, scattered + index * WORLD + row, call)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def reduce_local(
-    peers,  # buffers [2, W, numel]; signals int32 [first + chunks * W / NODE]
+    peers,  # buffers [2, W, numel]; signals int64 [first + chunks * W / NODE]
     sums,  # Slots [2, W / NODE, numel]; addresses are 0 for ranks beyond NVLink
     sent,  # [W / NODE, numel]; symmetric, this rank's; source of the puts
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
@@ -92,7 +92,7 @@ def reduce_local(
     nodes: tl.constexpr = WORLD // NODE
     node = rank // NODE
     call = tl.load(peers.calls)
-    row_of_sums = (call % 2) * sums.numel + node * numel
+    row_of_sums = slot_of(call) * sums.numel + node * numel
     for item in range(tl.program_id(0), nodes * chunks, tl.num_programs(0)):
         to_node = (node + 1 + item // chunks) % nodes
         peer = to_node * NODE + rank % NODE
@@ -100,7 +100,7 @@ def reduce_local(
         for local in range(NODE):
             row = to_node * NODE + local
             wait(peers, rank, scattered + index * WORLD + row, call)
-        rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+        rows = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
         rows += to_node * NODE * numel
         address = tl.load(sums.addresses + peer)
         to = peer_pointer(sums.addresses, peer, dtype) + row_of_sums
@@ -126,7 +126,7 @@ def reduce_local(
 def reduce_nodes(
     out,  # [numel]
     # buffers [2, W / NODE, numel], of sums, 0 for ranks beyond NVLink
-    peers,  # signals int32 [first + chunks * W / NODE]
+    peers,  # signals int64 [first + chunks * W / NODE]
     across,  # int64 [W]; addresses of int64 [chunks, W / NODE]
     rank,
     numel,
@@ -141,7 +141,7 @@ def reduce_nodes(
     """Wait for chunks of all nodes' sums and add them. Grid: (programs,), persistent."""
     nodes: tl.constexpr = WORLD // NODE
     call = tl.load(peers.calls)
-    rows = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+    rows = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
     for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
         for node in range(nodes):
             sender, at = node * NODE + rank % NODE, index * nodes + node

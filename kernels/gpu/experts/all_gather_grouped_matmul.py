@@ -72,7 +72,7 @@ from weft.kernels.gpu.matmul.matmul import (
 )
 from weft.kernels.gpu.runtime.arguments import KernelError, require_counts, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS, Slots
-from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
@@ -123,7 +123,7 @@ def push_shard(
     x,  # [m, K]; this rank's shard
     x_scale,  # float32 [scales_count], or None
     plan,  # int32 [length]
-    peers,  # buffers [2, W, m, K]; signals int32 [W]
+    peers,  # buffers [2, W, m, K]; signals int64 [W]
     scales,  # Slots: float32 [2, W, m]
     plans,  # Slots: int32 [2, W, length]
     sent,  # int64 [W]; addresses of int32 [W]
@@ -146,14 +146,14 @@ def push_shard(
         step, part = step_and_part(parts + item, parts, WORLD, MESH)
         peer = behind(rank, step, WORLD, NODE)
         if part == 0:
-            to_plan = peer_pointer(plans.addresses, peer, tl.int32) + (call % 2) * plans.numel
+            to_plan = peer_pointer(plans.addresses, peer, tl.int32) + slot_of(call) * plans.numel
             copy_chunk(to_plan + rank * length, plan, 0, length, length, BLOCK)
             if x_scale is not None:
                 to_scales = peer_pointer(scales.addresses, peer, tl.float32)
-                to_scales += (call % 2) * scales.numel
+                to_scales += slot_of(call) * scales.numel
                 copy_chunk(to_scales + rank * m, x_scale, 0, scales_count, scales_count, BLOCK)
         else:
-            place = (call % 2) * peers.slot_numel + tl.cast(rank, tl.int64) * numel
+            place = slot_of(call) * peers.slot_numel + tl.cast(rank, tl.int64) * numel
             to = peer_pointer(peers.buffers, peer, dtype) + place
             copy_chunk(to, x, part - 1, numel, chunk, BLOCK)
         if count_off(sent, rank, peer, parts):
@@ -195,7 +195,7 @@ def multiply_gathered_groups(
     epilogue,  # bias [E, N]; residual [W * pairs, N']
     scale_stride,  # stride in w_scale from one expert to the next
     out,  # [W * pairs, N']
-    peers,  # buffers [2, W, m, K]; signals int32 [W]
+    peers,  # buffers [2, W, m, K]; signals int64 [W]
     scales,  # Slots: float32 [2, W, m]
     plans,  # Slots: int32 [2, W, length]
     status,  # int32 [1]
@@ -223,10 +223,10 @@ def multiply_gathered_groups(
     call = tl.load(peers.calls)
     length = groups + 1 + 2 * pairs
     columns = count_columns(widths, FORM)
-    gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+    gathered = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
     gathered_scales = peer_pointer(scales.addresses, rank, tl.float32)
-    gathered_scales += (call % 2) * scales.numel
-    gathered_plans = peer_pointer(plans.addresses, rank, tl.int32) + (call % 2) * plans.numel
+    gathered_scales += slot_of(call) * scales.numel
+    gathered_plans = peer_pointer(plans.addresses, rank, tl.int32) + slot_of(call) * plans.numel
     steps = tl.arange(0, STEPS)
     shards = ahead_of(rank, steps, WORLD, NODE)
     by_step = tl.where(steps > 0, gathered_plans + shards * length, plan)

@@ -69,7 +69,7 @@ from weft.kernels.gpu.experts.expert_tokens import (
 from weft.kernels.gpu.experts.placement import Placement
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -113,7 +113,7 @@ def exchange_tokens(
     routing,  # Routing
     status,  # int32 [T]
     tokens_of,  # int32 [W, chunks, L]
-    peers,  # buffers [2, W, C, K]; signals int32 [chunks, W]
+    peers,  # buffers [2, W, C, K]; signals int64 [chunks, W]
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
     wanted,  # int64 [W]; addresses of int32 [2, W, C, k]
     rank,
@@ -129,7 +129,7 @@ def exchange_tokens(
     TOP_K: tl.constexpr = FORM.top_k
     CHOICES: tl.constexpr = FORM.choices
     call = tl.load(peers.calls)
-    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's slot
+    slot = slot_of(call) * (WORLD * chunks * TOKENS)  # rows before this call's slot
     own = slot + rank * chunks * TOKENS
     groups = tl.cdiv(K, COLUMNS)
     for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
@@ -166,7 +166,7 @@ def return_tokens(
     y,  # [R, K]
     positions,  # int32 [W, C, k]
     returned,  # int64 [W]; addresses of [2, C, k, K]
-    peers,  # signals int32 [combined + chunks * W]
+    peers,  # signals int64 [combined + chunks * W]
     rank,
     K,
     chunks,
@@ -186,7 +186,7 @@ def return_tokens(
     capacity = chunks * TOKENS
     tokens, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
     place = tl.load(positions + peer * capacity * TOP_K + entries, mask=asked, other=-1)
-    to = peer_pointer(returned, peer, dtype) + (call % 2) * (capacity * TOP_K * K)
+    to = peer_pointer(returned, peer, dtype) + slot_of(call) * (capacity * TOP_K * K)
     for choice in range(TOP_K):
         row = pick(place, choice, CHOICES)
         copy_rows(to, tokens * TOP_K + choice, y, row, row >= 0, K, BLOCK)
@@ -199,7 +199,7 @@ def sum_tokens(
     weights,  # float32 [T, k]
     expert_ids,  # int32 [T, k]
     returned,  # int64 [W]; addresses of [2, C, k, K]
-    peers,  # signals int32 [combined + chunks * W]
+    peers,  # signals int64 [combined + chunks * W]
     rank,
     num_tokens,  # T
     K,
@@ -215,7 +215,7 @@ def sum_tokens(
     TOP_K: tl.constexpr = FORM.top_k
     BLOCK: tl.constexpr = FORM.block
     call = tl.load(peers.calls)
-    came = peer_pointer(returned, rank, dtype) + (call % 2) * (chunks * TOKENS * TOP_K * K)
+    came = peer_pointer(returned, rank, dtype) + slot_of(call) * (chunks * TOKENS * TOP_K * K)
     columns = tl.cdiv(K, BLOCK)
     for item in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS) * columns, tl.num_programs(0)):
         index = item // columns

@@ -76,6 +76,7 @@ through several ranks; `sent` smaller than all chunks together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,7 +104,7 @@ from weft.kernels.gpu.experts.placement import Placement
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -163,7 +164,7 @@ def cross_nodes(
     scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
     sent,  # Sent
-    peers,  # signals int32 [chunks, NODES], and more
+    peers,  # signals int64 [chunks, NODES], and more
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     num_tokens,  # T
@@ -204,7 +205,7 @@ def cross_nodes(
     if peer == rank:
         flag_tokens(status, ids, tokens, num_tokens, routing.num_experts)
 
-    row = (call % 2) * (nodes * capacity) + own * capacity  # in the peer's slot
+    row = slot_of(call) * (nodes * capacity) + own * capacity  # in the peer's slot
     address = tl.load(names + peer)
     to_names = peer_pointer(names, peer, tl.int32) + row * (2 * TOP_K)
     to = peer_pointer(crossed, peer, dtype) + row * K
@@ -256,7 +257,7 @@ def pass_on(
     crossed,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     crossed_scales,  # int64 [W]; addresses of float32 [2, NODES, C, ceil(K / COLUMNS)], or None
     names,  # int64 [W]; addresses of int32 [2, NODES, C, 2, k]
-    peers,  # buffers [2, W, C, K]; signals int32 [chunks, NODES], and [chunks, W] from `passed` on
+    peers,  # buffers [2, W, C, K]; signals int64 [chunks, NODES], and [chunks, W] from `passed` on
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
     wanted,  # int64 [W]; addresses of int32 [2, W, C, k]
     shares,  # int64 [W]; addresses of float32 [2, W, C, k]
@@ -283,7 +284,7 @@ def pass_on(
     capacity = chunks * TOKENS
     kinds = chunks * nodes
     groups = tl.cdiv(K, COLUMNS)
-    slot = (call % 2) * (WORLD * capacity)  # rows before this call's slot
+    slot = slot_of(call) * (WORLD * capacity)  # rows before this call's slot
     for item in range(tl.program_id(0), chunks * WORLD, tl.num_programs(0)):
         node = (own + nodes - item % WORLD // NODE) % nodes
         local = (mine + 1 + item % NODE) % NODE
@@ -291,7 +292,7 @@ def pass_on(
         source, peer = node * NODE + mine, own * NODE + local
         at = index * nodes + node
         nvshmem.wait_across(names, source, peers, at, across, NAMES * kinds + at, rank, call, FAR)
-        begin = (call % 2) * (nodes * capacity) + node * capacity
+        begin = slot_of(call) * (nodes * capacity) + node * capacity
         tokens, entries, asked = chunk_entries(index, TOKENS, TOP_K, CHOICES)
         name = peer_pointer(names, rank, tl.int32) + begin * (2 * TOP_K)
         name += entries + tokens[:, None] * TOP_K
@@ -341,7 +342,7 @@ def return_sums(
     row_weights,  # float32 [R]
     positions,  # int32 [W, C, k]
     returned,  # int64 [W]; addresses of [2, W, C, K]
-    peers,  # signals int32 [first + chunks * W]
+    peers,  # signals int64 [first + chunks * W]
     rank,
     K,
     chunks,
@@ -371,7 +372,7 @@ def return_sums(
     source = (node * NODE + local) * capacity
     place = tl.load(positions + source * TOP_K + entries, mask=asked, other=-1)
     some = tl.max(place, axis=1)[:, None] >= 0
-    row = (call % 2) * (WORLD * capacity) + (node * NODE + mine) * capacity
+    row = slot_of(call) * (WORLD * capacity) + (node * NODE + mine) * capacity
     to = peer_pointer(returned, peer, dtype) + row * K + tokens[:, None] * K
     for start in range(0, K, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]
@@ -413,7 +414,7 @@ def cross_back(
     returned,  # int64 [W]; addresses of [2, W, C, K]
     homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
     sent,  # [NODES, C, K]; symmetric, on this rank; the source for puts
-    peers,  # signals int32 [home + chunks * NODES]
+    peers,  # signals int64 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     K,
@@ -435,7 +436,7 @@ def cross_back(
     own, mine = rank // NODE, rank % NODE
     capacity = chunks * TOKENS
     size: tl.constexpr = dtype.primitive_bitwidth // 8
-    row = (call % 2) * (nodes * capacity) + own * capacity  # on the tokens' rank
+    row = slot_of(call) * (nodes * capacity) + own * capacity  # on the tokens' rank
     for item in range(tl.program_id(0), chunks * others, tl.num_programs(0)):
         node = (own + 1 + item % others) % nodes
         index = item // others
@@ -449,7 +450,7 @@ def cross_back(
         place = index * TOKENS + tl.cumsum(came, axis=0) - came
         begin = node * NODE * capacity
         parts = peer_pointer(returned, rank, dtype)
-        parts += ((call % 2) * (WORLD * capacity) + begin) * K
+        parts += (slot_of(call) * (WORLD * capacity) + begin) * K
         address = tl.load(homecoming + peer)
         to = peer_pointer(homecoming, peer, dtype) + row * K
         if FAR:
@@ -480,7 +481,7 @@ def sum_nodes(
     kept,  # int32 [NODES, NODE, C]
     returned,  # int64 [W]; addresses of [2, W, C, K]
     homecoming,  # int64 [W]; addresses of [2, NODES, C, K], 0 for ranks beyond NVLink
-    peers,  # signals int32 [home + chunks * NODES]
+    peers,  # signals int64 [home + chunks * NODES]
     across,  # int64 [W]; addresses of int64 [4, chunks, NODES]
     rank,
     num_tokens,  # T
@@ -502,8 +503,8 @@ def sum_nodes(
     own, mine = rank // NODE, rank % NODE
     capacity = chunks * TOKENS
     begin = own * NODE * capacity
-    parts = peer_pointer(returned, rank, dtype) + ((call % 2) * (WORLD * capacity) + begin) * K
-    came = peer_pointer(homecoming, rank, dtype) + (call % 2) * (nodes * capacity) * K
+    parts = peer_pointer(returned, rank, dtype) + (slot_of(call) * (WORLD * capacity) + begin) * K
+    came = peer_pointer(homecoming, rank, dtype) + slot_of(call) * (nodes * capacity) * K
     columns = tl.cdiv(K, BLOCK)
     for item in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS) * columns, tl.num_programs(0)):
         index = item // columns
@@ -591,6 +592,11 @@ class TwoLevelExpertWorkspace(ExpertWorkspace):
         self.sent_names = empty("sent_names", (*staged, *names), torch.int32)
         self.sent_sums = empty("sent_sums", (*staged, width), dtype)
         self.across = home.zeros(f"{name}.across", (4, chunks, staged[0]), torch.int64)
+
+    @property
+    def counting(self) -> Sequence[Tensor]:
+        """See Workspace."""
+        return (*super().counting, self.across.local)
 
     def quiet(self) -> None:
         """Wait for all puts, so that the next launch may store to their sources."""

@@ -36,7 +36,7 @@ from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8
 from weft.kernels.gpu.runtime.arguments import Require, require_counts, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import peer_pointer
+from weft.kernels.gpu.runtime.signals import peer_pointer, slot_of
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
@@ -214,7 +214,7 @@ def place_tokens(
     row_weights,  # float32 [R], or None
     offsets,  # int32 [L + 1]
     positions,  # int32 [W, C, k]
-    number,  # int32 [1]; is set to the call's number
+    number,  # int64 [1]; is set to the call's number
     peers,  # buffers [2, W, C, K]
     tokens_of,  # int32 [W, chunks, L]
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
@@ -236,7 +236,7 @@ def place_tokens(
     BLOCK: tl.constexpr = FORM.block
     block = tl.program_id(0)
     call = tl.load(peers.calls)
-    slot = (call % 2) * (WORLD * chunks * TOKENS)  # rows before this call's slot
+    slot = slot_of(call) * (WORLD * chunks * TOKENS)  # rows before this call's slot
     tokens, entries, asked = chunk_entries(block, TOKENS, TOP_K, CHOICES)  # over all ranks' tokens
     names = peer_pointer(wanted, rank, tl.int32) + slot * TOP_K
     slots = tl.reshape(tl.load(names + entries, mask=asked, other=-1), (TOKENS * CHOICES,))
@@ -459,7 +459,7 @@ class ExpertWorkspace(Workspace):
         size, chunks, slots = tokens_of.shape
         empty = tokens_of.new_empty
         rows = empty(self.max_rows, self.width, dtype=self.wire)
-        offsets, call = empty(slots + 1), empty(1)
+        offsets, call = empty(slots + 1), empty(1, dtype=torch.int64)
         positions = empty(size, self.capacity, self.top_k)
         scales = empty(len(rows), self.groups, dtype=torch.float32) if self.scales else None
         row_weights = empty(len(rows), dtype=torch.float32) if weights else None
@@ -503,7 +503,7 @@ class Arrived:
         scales: float32 [R, ceil(K / 128)] for fp8 rows; None otherwise.
         offsets: int32 [L + 1]; slot e has the rows offsets[e] : offsets[e + 1].
         positions: int32 [W, C, k]; the row for each choice of each rank's tokens, -1 if elsewhere.
-        call: int32 [1]; the number of the dispatch, on the device.
+        call: int64 [1]; the number of the dispatch, on the device.
         number: the same on the host, where replays of a captured graph do not count.
         status: int32 [T]; for this rank's own tokens: 1 if an id is outside [-1, E), else 0.
     """

@@ -193,7 +193,7 @@ def add_and_send(
     products,  # [W * pairs, N]
     plans,  # int32 [W, length]
     places,  # int32 [W, pairs]
-    peers,  # buffers [2, W, m, N]; signals int32 [tiles, W], and `ready` [W]
+    peers,  # buffers [2, W, m, N]; signals int64 [tiles, W], and `ready` [W]
     rank,
     ready,  # the first signal; there are W
     m,  # tokens on a rank

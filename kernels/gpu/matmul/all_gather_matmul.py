@@ -61,7 +61,7 @@ from weft.kernels.gpu.matmul.matmul import (
 )
 from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.peers import SLOTS, Slots
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
@@ -107,7 +107,7 @@ def step_and_part(index, parts, WORLD: tl.constexpr, MESH: tl.constexpr):
 def push_rows(
     x,  # [m, K]; this rank's shard
     x_scale,  # float32 [m] or [1], or None
-    peers,  # buffers [2, W, m, K]; signals int32 [chunks, W]
+    peers,  # buffers [2, W, m, K]; signals int64 [chunks, W]
     scales,  # Slots: float32 [2, W, m]
     rank,
     m,
@@ -129,7 +129,7 @@ def push_rows(
         row = chunk * BLOCK_M
         count = tl.minimum(m - row, BLOCK_M) * K
         begin = tl.cast(row, tl.int64) * K
-        place = (call % 2) * peers.slot_numel + tl.cast(rank * m, tl.int64) * K + begin
+        place = slot_of(call) * peers.slot_numel + tl.cast(rank * m, tl.int64) * K + begin
         to = peer_pointer(peers.buffers, peer, dtype) + place
         for start in range(0, count, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -137,7 +137,7 @@ def push_rows(
         if x_scale is not None:
             at_m = row + tl.arange(0, BLOCK_M)
             to_scale = peer_pointer(scales.addresses, peer, tl.float32)
-            to_scale += (call % 2) * scales.numel + rank * m
+            to_scale += slot_of(call) * scales.numel + rank * m
             scale = tl.load(x_scale + (at_m if SCALE_ROWS else at_m * 0), mask=at_m < m)
             tl.store(to_scale + at_m, scale, mask=at_m < m)
         notify(peers, peer, chunk * WORLD + rank, call)
@@ -150,7 +150,7 @@ def multiply_gathered(
     widths,  # n for each weight
     epilogue,  # EpilogueOperands; x_scale float32 [m] or [1], residual [W * m, N']
     out,  # [W * m, N']
-    peers,  # buffers [2, W, m, K]; signals int32 [cdiv(m, BLOCK_M), W]
+    peers,  # buffers [2, W, m, K]; signals int64 [cdiv(m, BLOCK_M), W]
     scales,  # Slots: float32 [2, W, m]
     rank,
     m,  # number of rows in a shard
@@ -168,9 +168,9 @@ def multiply_gathered(
     call = tl.load(peers.calls)
     chunks = tl.cdiv(m, BLOCK_M)
     columns = count_columns(widths, FORM)
-    gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel
+    gathered = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
     gathered_scales = peer_pointer(scales.addresses, rank, tl.float32)
-    gathered_scales += (call % 2) * scales.numel
+    gathered_scales += slot_of(call) * scales.numel
     # Not flattened: a tile's loads must stay behind its wait.
     for tile in range(tl.program_id(0), WORLD * chunks * columns, tl.num_programs(0)):
         index, column = tile_at(tile, WORLD * chunks, columns, GROUP)
@@ -197,7 +197,7 @@ def multiply_gathered(
 def collect_rows(
     x,  # [m, K]; this rank's shard
     out,  # [W * m, K]
-    peers,  # buffers [2, W, m, K]; signals int32 [chunks, W]
+    peers,  # buffers [2, W, m, K]; signals int64 [chunks, W]
     rank,
     m,
     K,
@@ -215,7 +215,9 @@ def collect_rows(
         if step > 0:
             wait(peers, rank, chunk * WORLD + shard, call)
         first = tl.cast(shard * m, tl.int64) * K
-        gathered = peer_pointer(peers.buffers, rank, dtype) + (call % 2) * peers.slot_numel + first
+        gathered = (
+            peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel + first
+        )
         rows = tl.where(step > 0, gathered, x) + tl.cast(chunk * BLOCK_M, tl.int64) * K
         to = out + first + tl.cast(chunk * BLOCK_M, tl.int64) * K
         count = tl.minimum(m - chunk * BLOCK_M, BLOCK_M) * K

@@ -78,7 +78,7 @@ def put(
 
 @triton.jit(do_not_specialize=["rank", "index"])
 def wait_for(
-    peers,  # signals int32 [W + parts]
+    peers,  # signals int64 [W + parts]
     rank,
     index,
 ):

@@ -48,7 +48,7 @@ from weft.kernels.gpu.matmul.matmul import (
     tile_at,
 )
 from weft.kernels.gpu.runtime.arguments import require_counts
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
@@ -105,7 +105,7 @@ def tile_offsets(
     call, source, row, column, m, N, slot_numel, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return a source rank's tile offsets in a call's slot: int64 [BLOCK_M, BLOCK_N]."""
-    first = (call % 2) * slot_numel + (tl.cast(source * m, tl.int64) + row) * N + column
+    first = slot_of(call) * slot_numel + (tl.cast(source * m, tl.int64) + row) * N + column
     return first + (tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :])
 
 
@@ -153,7 +153,7 @@ def multiply_partial(
     x_scale,  # float32 [W * m] or [1], or None
     w_scale,  # float32 [N] or [1], or None
     # buffers [2, W, m, N]
-    peers,  # signals int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
+    peers,  # signals int64 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
     rank,
     m,  # number of result rows on a rank
     N,
@@ -184,7 +184,7 @@ def reduce_partials(
     bias,  # [N], or None
     residual,  # [m, N'], or None
     out,  # [m, N']
-    peers,  # buffers [2, W, m, N]; signals int32 [tiles, W]
+    peers,  # buffers [2, W, m, N]; signals int64 [tiles, W]
     rank,
     m,
     N,
@@ -208,7 +208,7 @@ def multiply_all_reduce(
     epilogue,  # EpilogueOperands; residual [m, N']
     out,  # [m, N']
     # buffers [2, W, m, N]
-    peers,  # signals int32 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
+    peers,  # signals int64 [cdiv(m, BLOCK_M) * cdiv(N, BLOCK_N), W]
     rank,
     m,
     N,

@@ -31,7 +31,8 @@ start of the next are fences. Everything a rank did in launches before its store
 everything the receiver does in launches after its load. The reuse of slots relies on this.
 
 A slot must contain zeros before its first call. Flags left over from two calls ago never equal
-the present flag.
+the present flag. LL's flag has 32 bits: it is never 0, and a slot sees the same flag again after
+2 (2^32 - 1) calls.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ LL_BLOCK, LL128_LINES = 512, 32
 
 
 @triton.jit
+def flag_of(call):
+    """Return a call's flag in LL, int32: never 0."""
+    return (tl.cast(call, tl.int64) % 4294967295 + 1).to(tl.int32)
+
+
+@triton.jit
 def put_ll(to, words, call, mask):
     """Store 4-byte words at a peer, each with its flag.
 
@@ -58,10 +65,10 @@ def put_ll(to, words, call, mask):
     Args:
         to: int64 pointers, of any shape.
         words: int32, of the same shape.
-        call: int32, the flag; it must differ from the slot's earlier flags.
+        call: number of the call.
         mask: which words to store.
     """
-    flagged = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+    flagged = (flag_of(call).to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     tl.store(to, flagged, mask=mask, cache_modifier=".wt")
 
 
@@ -73,7 +80,7 @@ def get_ll(at, call, mask, peers, rank, index):
 
     Args:
         at: int64 pointers [n], to this rank's own memory.
-        call: int32, the flag to wait for.
+        call: number of the call.
         mask: which words to wait for; the others are 0.
         peers: Peers.
         rank, index: this rank, and the first word's number, to report a timeout.
@@ -81,17 +88,18 @@ def get_ll(at, call, mask, peers, rank, index):
     Returns:
         int32 [n].
     """
+    flag = flag_of(call)
     flagged = tl.load(at, mask=mask, other=0, volatile=True)
-    missing = tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32), axis=0)
+    missing = tl.max((((flagged >> 32).to(tl.int32) != flag) & mask).to(tl.int32), axis=0)
     if missing > 0:
         left = polls_left(peers)
         while (missing > 0) & (left > 0):
             flagged = tl.load(at, mask=mask, other=0, volatile=True)
-            missing = tl.max((((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32), axis=0)
+            missing = tl.max((((flagged >> 32).to(tl.int32) != flag) & mask).to(tl.int32), axis=0)
             left -= 1
     if missing > 0:
-        seen = tl.min(tl.where(mask, (flagged >> 32).to(tl.int32), call), axis=0)
-        report(peers, rank, index, call, seen)
+        seen = tl.min(tl.where(mask, (flagged >> 32).to(tl.int32), flag), axis=0)
+        report(peers, rank, index, flag, seen)
     return flagged.to(tl.int32)
 
 
@@ -104,12 +112,12 @@ def put_ll128(to, words, call, mask):
     Args:
         to: int64 pointer; to a multiple of 128 bytes.
         words: int64 [lines, 16]; the last column is ignored.
-        call: int32, the flag; it must differ from the slot's earlier flags.
+        call: number of the call; the flag.
         mask: bool [lines]; which lines to store.
     """
     column = tl.arange(0, WORDS)[None, :]
     line = tl.arange(0, words.shape[0])[:, None]
-    flagged = tl.where(column == WORDS - 1, call.to(tl.int64), words)
+    flagged = tl.where(column == WORDS - 1, tl.cast(call, tl.int64), words)
     tl.store(
         to + line * WORDS + column,
         flagged,
@@ -124,7 +132,7 @@ def get_ll128(at, call, mask, peers, rank, index):
 
     Args:
         at: int64 pointer, to this rank's own memory; to a multiple of 128 bytes.
-        call: int32, the flag to wait for.
+        call: number of the call.
         mask: bool [lines]; which lines to wait for.
         peers: Peers.
         rank, index: this rank, and the first line's number, to report a timeout.
@@ -145,7 +153,7 @@ def get_ll128(at, call, mask, peers, rank, index):
             missing = tl.max(tl.max((is_flag & (flagged != call)).to(tl.int32), axis=1), axis=0)
             left -= 1
     if missing > 0:
-        flags = tl.where(is_flag, flagged.to(tl.int32), call)
+        flags = tl.where(is_flag, flagged, call)
         report(peers, rank, index, call, tl.min(tl.min(flags, axis=1), axis=0))
     return flagged
 

@@ -54,7 +54,7 @@ class Peers(NamedTuple):
         buffers: int64 [W]; address of each rank's buffer, 0 for a rank without an address.
         slot_numel: numbers in one of a buffer's two slots.
         signals: int64 [W]; address of each rank's signals, which are int32.
-        calls: int32 [1]; number of this call.
+        calls: int64 [1]; number of this call.
         fault: int32 [4], this rank's: (rank, index, wanted, seen) of the first wait that timed out;
             -1 if none has.
         max_polls: polls until a wait times out.

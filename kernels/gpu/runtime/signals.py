@@ -1,9 +1,10 @@
 """Signals between ranks in stock Triton: the vocabulary of all overlapped kernels.
 
-A signal is an int32 in the symmetric memory of the rank that waits. The sending rank first
+A signal is an int64 in the symmetric memory of the rank that waits. The sending rank first
 stores its data, then stores the call's number with release semantics at system scope. The
 waiting rank acquires until it sees that number or a larger one. Numbers only grow, so nothing
-is ever reset, and no reset can race with the next call.
+is ever reset, and no reset can race with the next call. They have 64 bits: a server makes more than
+2^31 calls within days.
 
 Calls are counted on the device (`begin_call`). A captured CUDA graph therefore keeps counting
 when it is replayed.
@@ -31,9 +32,15 @@ def begin_call(calls):
     """Count one call of an op. Launched alone, before the op's kernels.
 
     Args:
-        calls: int32 [1], this rank's.
+        calls: int64 [1], this rank's.
     """
     tl.store(calls, tl.load(calls) + 1)
+
+
+@triton.jit
+def slot_of(call):
+    """Return the slot that a call uses, int32: 0 or 1 (peers.SLOTS)."""
+    return (call & 1).to(tl.int32)
 
 
 @triton.jit
@@ -63,8 +70,8 @@ def notify(peers, rank, index, value):
         value: larger than all values before.
     """
     tl.debug_barrier()
-    signal = peer_pointer(peers.signals, rank, tl.int32) + index
-    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+    signal = peer_pointer(peers.signals, rank, tl.int64) + index
+    tl.atomic_xchg(signal, tl.cast(value, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
@@ -81,12 +88,13 @@ def report(peers, rank, index, wanted, seen):
 
     Args:
         peers: Peers.
-        rank, index, wanted, seen: the waiting rank, its signal, and the two values.
+        rank, index, wanted, seen: the waiting rank, its signal, and the two values, of which the
+            low 32 bits are recorded.
     """
     if tl.atomic_cas(peers.fault, -1, rank, sem="relaxed", scope="gpu") == -1:
         tl.store(peers.fault + 1, index)
-        tl.store(peers.fault + 2, wanted)
-        tl.store(peers.fault + 3, seen)
+        tl.store(peers.fault + 2, tl.cast(wanted, tl.int32))
+        tl.store(peers.fault + 3, tl.cast(seen, tl.int32))
 
 
 @triton.jit
@@ -102,7 +110,7 @@ def wait(peers, rank, index, value):
         index: which of its signals.
         value: the value to wait for.
     """
-    signal = peer_pointer(peers.signals, rank, tl.int32) + index
+    signal = peer_pointer(peers.signals, rank, tl.int64) + index
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
     if seen < value:
         left = polls_left(peers)
@@ -140,7 +148,7 @@ def count_off(counters, rank, index, count):
 
 @triton.jit(do_not_specialize=["rank"])
 def meet(
-    peers,  # signals int32 [first + W]
+    peers,  # signals int64 [first + W]
     rank,
     first,  # the first of W signals
     WORLD: tl.constexpr,

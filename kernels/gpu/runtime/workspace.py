@@ -148,7 +148,7 @@ class Workspace:
 
     Attributes:
         far: some ranks have no address (beyond NVLink: symmetric/nvshmem.py).
-        processors, beside, rejoin, compare: the home's.
+        processors, beside, rejoin, compare, barrier: the home's.
         ops: names of the ops that take this workspace.
         max_polls: polls until a wait times out. You may set it at any time, for later calls. A
             captured CUDA graph keeps the value it was captured with.
@@ -190,8 +190,8 @@ class Workspace:
                 f"be none: the op stores to {which} by their addresses",
             )
         self.far = 0 in addresses
-        self.signals: SymmetricTensor = home.zeros(f"{name}.signals", (num_signals,), torch.int32)
-        self.calls = torch.zeros(1, dtype=torch.int32, device=home.device)
+        self.signals: SymmetricTensor = home.zeros(f"{name}.signals", (num_signals,), torch.int64)
+        self.calls = torch.zeros(1, dtype=torch.int64, device=home.device)
         self.fault = torch.full((4,), -1, dtype=torch.int32, device=home.device)
         self.device = home.device
         self.num_signals = num_signals
@@ -201,6 +201,7 @@ class Workspace:
         self.max_polls = signals.MAX_POLLS
         self.concurrent = home.device.type == "cuda"
         self.compare = home.compare
+        self.barrier = home.barrier
         self._known: set[str] = set()
 
     @contextmanager
@@ -234,7 +235,7 @@ class Workspace:
 
         Args:
             buffer: [SLOTS, ...], where the kernel stores; the workspace's own if None.
-            calls: int32 [1]; the call's number, if it is not the present call's.
+            calls: int64 [1]; the call's number, if it is not the present call's.
         """
         addresses, numel = Slots.of(buffer or self.buffer)
         return Peers(
@@ -245,6 +246,20 @@ class Workspace:
             fault=self.fault,
             max_polls=self.max_polls,
         )
+
+    @property
+    def counting(self) -> Sequence[Tensor]:
+        """This rank's tensors that hold numbers of calls."""
+        return (self.calls, self.signals.local)
+
+    def skip(self, calls: int) -> None:
+        """Continue as after so many calls, before the first one. Collective.
+
+        Checks begin near the numbers at which narrower counters would wrap.
+        """
+        for tensor in self.counting:
+            tensor.fill_(calls)
+        self.barrier()
 
     def begin(self) -> None:
         """Count a call. The op's kernels come next."""

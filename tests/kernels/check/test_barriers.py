@@ -205,7 +205,7 @@ with library.open("w") as text:
         result, types = kind.split(" ", 1)
         print(f"define {result} @{name}{types} {{ ret {result} 0 }}", file=text)
 x, signal = torch.empty(1 << 8), torch.empty(8, dtype=torch.int64)
-calls, fault = torch.empty(1, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+calls, fault = torch.empty(1, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
 peers = Peers(
     buffers=signal, slot_numel=256, signals=signal, calls=calls, fault=fault, max_polls=1000
 )

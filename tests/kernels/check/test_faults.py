@@ -85,7 +85,7 @@ def test_a_dropped_wait_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPS)
 def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path) -> None:
     module, op = OPS[name]
-    faulty = planted(module, tmp_path, ("(call % 2) *", "0 *"), parts=[chunks])
+    faulty = planted(module, tmp_path, ("slot_of(call) *", "0 *"), parts=[chunks])
     assert any("no order between" in finding for finding in findings(faulty, op))
 
 

@@ -344,8 +344,8 @@ def test_nothing_is_found_without_a_fault(op: str) -> None:
         ("all_gather", "signal, call.to(tl.int64)", "signal, call.to(tl.int64) - 1", "hang"),
         ("reduce_scatter", "8 * (index * nodes + node)", "8 * node", "hang"),
         # a slot reused one call early
-        ("all_gather", "(call % 2)", "0", "race"),
-        ("reduce_scatter", "(call % 2) * sums.numel", "0", "race"),
+        ("all_gather", "slot_of(call)", "0", "race"),
+        ("reduce_scatter", "slot_of(call) * sums.numel", "0", "race"),
         # to the wrong place, or rank
         ("reduce_scatter", "row_of_sums + begin", "row_of_sums", "unwritten"),
         ("all_gather", PUT, PUT.replace("peer", "(peer + 1) % WORLD"), "hang"),

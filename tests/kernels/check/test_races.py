@@ -66,7 +66,7 @@ def wait_and_set_back(peers, rank, index, value):
 @triton.jit
 def add_one(signals, peer):
     """Increment a signal. Grid: any."""
-    tl.atomic_add(peer_pointer(signals, peer, tl.int32), 1, sem="release", scope="sys")
+    tl.atomic_add(peer_pointer(signals, peer, tl.int64), 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -90,7 +90,7 @@ class Bench:
 
     def __init__(self, home: Home, numel: int = 8, dtype: torch.dtype = torch.float32) -> None:
         self.buffer: SymmetricTensor = home.zeros("bench.buffer", (numel,), dtype)
-        self.signals: SymmetricTensor = home.zeros("bench.signals", (4,), torch.int32)
+        self.signals: SymmetricTensor = home.zeros("bench.signals", (4,), torch.int64)
         self.at = self.buffer.addresses
         self.peers = peers_of(self.signals, self.buffer)
         self.out = torch.zeros(1)
@@ -186,25 +186,25 @@ def test_atomics_and_plain_stores_must_have_an_order(first: str) -> None:
     def work(home: Home) -> None:
         bench = Bench(home)
         if home.rank == 0:
-            store_to[(1,)](bench.signals.addresses, 1, 0, 7, dtype=tl.int32)
+            store_to[(1,)](bench.signals.addresses, 1, 0, 7, dtype=tl.int64)
         elif first == "set":
             tell[(1,)](bench.peers, 1, 0, 8)
         elif first == "poll":
             wait_for[(1,)](bench.peers, 1, 0, 7)
         else:
-            store_to[(1,)](bench.signals.addresses, 1, 0, 8, dtype=tl.int32)
+            store_to[(1,)](bench.signals.addresses, 1, 0, 8, dtype=tl.int64)
 
     assert no_order(findings(work, 2, SEEDS), "bench.signals[0] of rank 1")
 
 
 def test_signals_that_begin_as_anything_are_found() -> None:
     def work(home: Home) -> None:
-        peers = peers_of(home.empty("bench.garbage", (1,), torch.int32))
+        peers = peers_of(home.empty("bench.garbage", (1,), torch.int64))
         tell[(1,)](peers, home.rank, 0, 1)
         wait_for[(1,)](peers, home.rank, 0, 1)
 
     def worse(home: Home) -> None:
-        signals = home.empty("bench.garbage", (1,), torch.int32).addresses
+        signals = home.empty("bench.garbage", (1,), torch.int64).addresses
         add_one[(1,)](signals, home.rank)
 
     assert findings(work, 2, 1) == []

@@ -61,7 +61,7 @@ def pass_round(peers, rank, call, SEND: tl.constexpr, WORLD: tl.constexpr):
 
 def rounds(home: Home, silent: Sequence[int], calls: int = 2) -> None:
     """The ranks pass on a signal; in the last call some only wait for theirs."""
-    peers = peers_of(home.zeros("round.signals", (1,), torch.int32))
+    peers = peers_of(home.zeros("round.signals", (1,), torch.int64))
     for call in range(1, calls + 1):
         send = call < calls or home.rank not in silent
         pass_round[(1,)](peers, home.rank, call, SEND=send, WORLD=3)

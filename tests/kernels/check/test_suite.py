@@ -21,8 +21,9 @@ from weft.kernels.check.ops.products import OVERLAPPED, in_fp8
 from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.ranks import run
 from weft.kernels.check.suite import Check, checks, perform
-from weft.kernels.gpu.collectives import all_gather, chunks
+from weft.kernels.gpu.collectives import all_gather, all_gather_ll, chunks
 from weft.kernels.gpu.matmul import all_gather_matmul, matmul_reduce_scatter
+from weft.kernels.gpu.runtime import low_latency, signals
 from weft.kernels.gpu.runtime.workspace import Workspace
 
 GATHER = OPS[0]
@@ -70,6 +71,47 @@ def test_nothing_is_found_among_eight_ranks(op: Op, monkeypatch: pytest.MonkeyPa
 def test_nothing_is_found_in_larger_ones(op: Op, world_size: int) -> None:
     if world_size < 8 or op in MANY_RANKS:
         assert perform(Check(op, world_size, 0)).findings == ()
+
+
+COUNTING = (
+    *("all_gather", "all_gather_ll", "all_reduce_ll", "all_gather_matmul", "matmul_all_reduce"),
+    *("moe_dispatch_combine", "distributed_decode_attention"),
+)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=() if op.name in COUNTING else pytest.mark.slow, id=op.name)
+        for op in TOGETHER
+    ],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_is_found_after_billions_of_calls(
+    op: Op, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "LARGEST", SMALLER)
+    assert suite.CALLS_BEFORE[seed] > 2**30
+    assert perform(Check(op, 2, seed)).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "change"),
+    [
+        ("all_gather", 1, ("if seen < value:", "if seen.to(tl.int32) < value.to(tl.int32):")),
+        ("all_gather", 1, ("(call & 1).to(tl.int32)", "call.to(tl.int32) % 2")),
+        ("all_gather_ll", 2, ("% 4294967295 + 1", "& 4294967295")),
+    ],
+    ids=["signals", "slots", "flags"],
+)
+def test_counters_that_wrap_are_found(
+    name: str, seed: int, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "LARGEST", SMALLER)
+    (op,) = named([name])
+    parts = [low_latency, all_gather_ll] if name == "all_gather_ll" else [signals, chunks]
+    faulty = planted(all_gather, tmp_path, change, parts=parts)
+    assert perform(Check(replace(op, function=faulty.all_gather), 2, seed)).findings
 
 
 def test_a_check_draws_the_same_again() -> None:

@@ -98,7 +98,7 @@ def test_axes_that_close_to_a_ring(text: str, wraps: list[bool]) -> None:
     ("text", "message"),
     [
         ("h900:8", "the device 'h900' is unknown; it must be one of A100, .*TOML"),
-        ("", "the device '' is unknown"),
+        ("", "--for has an empty entry; leave out the comma"),
         ("h100", "it must be like H100:8 or H100:2x8"),
         ("h100:", "it must be like H100:8"),
         ("h100:-8", "it must be like H100:8"),
@@ -181,6 +181,7 @@ def test_own_numbers_replace_known_ones(tmp_path: Path) -> None:
         ("[H100]\nflops = { fp8 = 1 }", "H100: flops: unknown key 'fp8'; known are float32"),
         ("[H100]\nlink = { bandwidth = 0 }", "H100: link.bandwidth is 0; it must be 1 or more"),
         ("[H100]\nreached = { flops = 0 }", "H100: reached.flops is 0; it must be 0.001 or more"),
+        ("[H100]\nreached = { flops = 5 }", "reached.flops is 5; it must be from 0.001 to 2"),
         ("[H100]\nreached = { host = 1 }", "unknown key 'host'; known are flops, bandwidth, links"),
         ("[H100", "devices.toml is not TOML"),
         ("a = " + 9999 * "[", "devices.toml is not TOML"),

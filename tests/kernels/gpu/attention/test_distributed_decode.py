@@ -222,7 +222,7 @@ def test_nothing_is_found_without_a_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "symptom"),
     [
-        ("(call % 2)", "0", "race"),
+        ("slot_of(call)", "0", "race"),
         ("(rank + 1 + step) % WORLD", "(rank + 0 * step) % WORLD", "hang"),
         ("put_ll(to + rows * WORDS + row, logs, call, stored)", "pass", "hang"),
         ("for step in range(WORLD)", "for step in range(WORLD - 1)", "hang"),

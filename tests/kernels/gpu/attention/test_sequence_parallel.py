@@ -369,7 +369,7 @@ TELL = "notify(peers, (rank + step) % WORLD, met"
         (MET, "pass", "race", {}),
         (MET, MET.replace("call - 1", "call - 2"), "race", {}),
         (MET, MET.replace("call - 1", "call + 1"), "hang", {}),
-        ("(call % 2)", "0", "race", {}),
+        ("slot_of(call)", "0", "race", {}),
         (COPY, f"{NOTIFY}\n            {COPY}", "race", {}),
         (NOTIFY, NOTIFY.replace(" peer,", " (peer + 1) % WORLD,"), "hang", {}),
         (NOTIFY, f"if number == 0:\n                {NOTIFY}", "hang", {}),

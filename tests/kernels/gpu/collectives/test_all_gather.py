@@ -230,7 +230,7 @@ FAN_WAIT = """            nvshmem.wait_across(
             )
 """
 TO_PEER = "notify(peers, peer, index * WORLD + rank, call)"
-PARITY = "(call % 2)"
+PARITY = "slot_of(call)"
 
 
 @pytest.mark.sweep

@@ -140,7 +140,7 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
     ("method", "old", "new", "symptom"),
     [
         ("one_shot", WAIT_ROW, "        pass\n", "race"),
-        ("one_shot", "(call % 2)", "0", "race"),
+        ("one_shot", "slot_of(call)", "0", "race"),
         ("one_shot", "notify(peers, peer", "notify(peers, (peer + 1) % WORLD", "race"),
         ("two_shot", WAIT, "        pass\n", "race"),
         ("two_shot", WAIT_PART, "", "race"),
@@ -149,7 +149,7 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
         ("multimem", WAIT, "        pass\n", "race"),
         ("multimem", WAIT_PART, "", "race"),
         ("multimem", "peers, part,", "peers, (part + 1) % WORLD,", "race"),
-        ("ll", "(call % 2)", "0", "race"),
+        ("ll", "slot_of(call)", "0", "race"),
         ("ll", "(rank + 1 + step) % WORLD", "(rank + step // 2) % WORLD", "hang"),
     ],
 )

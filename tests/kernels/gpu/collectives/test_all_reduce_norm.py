@@ -161,7 +161,7 @@ WAIT = "            wait(peers, rank, row * WORLD + source, call)\n"
     ("old", "new", "finding"),
     [
         (WAIT, "            pass\n", "no order between"),
-        ("(call % 2)", "0", "no order between"),
+        ("slot_of(call)", "0", "no order between"),
         ("row * WORLD + rank, call", "rank, call", "waits for all_reduce_rms_norm.signals"),
         ("notify(peers, (rank + 1 + step) % WORLD", "notify(peers, rank", "waits for"),
         ("slot + rank * numel", "slot + rank * 0", "no order between"),

@@ -300,7 +300,7 @@ COUNT = "tl.atomic_add(counter, 1, sem="
 FAULTS = {
     "no wait": ([(WAIT, "pass")], ORDER),
     "another rank's wait": ([(WAIT, WAIT.replace("shard", "(shard + 1) % WORLD"))], ORDER),
-    "one slot": ([("(call % 2) *", "0 *")], ORDER),
+    "one slot": ([("slot_of(call) *", "0 *")], ORDER),
     "wrong rank": (
         [("notify(peers, peer, rank", "notify(peers, (peer + 1) % WORLD, rank")],
         ORDER,

@@ -547,8 +547,8 @@ def test_a_slot_that_is_reused_one_call_early_is_found(tmp_path: Path) -> None:
     combine = planted(
         module,
         tmp_path,
-        ("(call % 2) * (capacity * TOP_K * K)", "0"),
-        ("(call % 2) * (chunks * TOKENS * TOP_K * K)", "0"),
+        ("slot_of(call) * (capacity * TOP_K * K)", "0"),
+        ("slot_of(call) * (chunks * TOKENS * TOP_K * K)", "0"),
     )
     assert "race" in symptoms(combine, "race", ahead=1)
 

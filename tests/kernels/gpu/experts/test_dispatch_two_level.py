@@ -502,25 +502,25 @@ def test_a_fault_is_found(
 @pytest.mark.parametrize(
     ("how", "ahead", "changes"),
     [
-        ("near", 0, ["(call % 2) * (nodes * capacity) + own * capacity  # in the peer's slot",
-                     "(call % 2) * (nodes * capacity) + node * capacity\n"]),
-        ("far", 0, ["(call % 2) * (nodes * capacity) + own * capacity  # in the peer's slot",
-                    "(call % 2) * (nodes * capacity) + node * capacity\n"]),
-        ("one node", 0, ["slot = (call % 2) * (WORLD * capacity)",
-                         "slot = (call % 2) * (WORLD * chunks * TOKENS)"]),
-        ("one node", 1, ["row = (call % 2) * (WORLD * capacity)",
-                         "((call % 2) * (WORLD * capacity) + begin)"]),
-        ("near", 1, ["(call % 2) * (nodes * capacity) + own * capacity  # on the tokens' rank",
-                     "(call % 2) * (nodes * capacity) * K"]),
-        ("far", 1, ["(call % 2) * (nodes * capacity) + own * capacity  # on the tokens' rank",
-                    "(call % 2) * (nodes * capacity) * K"]),
+        ("near", 0, ["slot_of(call) * (nodes * capacity) + own * capacity  # in the peer's slot",
+                     "slot_of(call) * (nodes * capacity) + node * capacity\n"]),
+        ("far", 0, ["slot_of(call) * (nodes * capacity) + own * capacity  # in the peer's slot",
+                    "slot_of(call) * (nodes * capacity) + node * capacity\n"]),
+        ("one node", 0, ["slot = slot_of(call) * (WORLD * capacity)",
+                         "slot = slot_of(call) * (WORLD * chunks * TOKENS)"]),
+        ("one node", 1, ["row = slot_of(call) * (WORLD * capacity)",
+                         "(slot_of(call) * (WORLD * capacity) + begin)"]),
+        ("near", 1, ["slot_of(call) * (nodes * capacity) + own * capacity  # on the tokens' rank",
+                     "slot_of(call) * (nodes * capacity) * K"]),
+        ("far", 1, ["slot_of(call) * (nodes * capacity) + own * capacity  # on the tokens' rank",
+                    "slot_of(call) * (nodes * capacity) * K"]),
     ],
 )  # fmt: skip
 def test_a_slot_that_is_reused_one_call_early_is_found(
     how: str, ahead: int, changes: list[str], tmp_path: Path
 ) -> None:
     """Of dispatch, where no combine is between; of combine, where two are on their way."""
-    replaced = [(old, old.replace("(call % 2)", "0")) for old in changes]
+    replaced = [(old, old.replace("slot_of(call)", "0")) for old in changes]
     faulty = planted(module, tmp_path, *replaced, parts=[expert_tokens])
     assert "race" in symptoms(faulty, how, "race", ahead, only_dispatch=not ahead)
 

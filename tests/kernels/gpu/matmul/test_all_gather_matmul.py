@@ -306,7 +306,7 @@ def faulty_calls(faulty: ModuleType, **options: object) -> list[str]:
 WAIT = "wait(peers, rank, chunk * WORLD + shard, call)"
 NOTIFY = "notify(peers, peer, chunk * WORLD + rank, call)"
 PEER = "peer = behind(rank, step, WORLD, NODE)\n        row = chunk * BLOCK_M"
-PUSH_SLOT = "place = (call % 2) * peers.slot_numel"
+PUSH_SLOT = "place = slot_of(call) * peers.slot_numel"
 
 
 @pytest.mark.sweep
@@ -325,7 +325,7 @@ FAULTS = {
     "one slot": (
         [
             (PUSH_SLOT, "place = 0 * peers.slot_numel"),
-            ("(call % 2) * peers.slot_numel", "0 * peers.slot_numel"),
+            ("slot_of(call) * peers.slot_numel", "0 * peers.slot_numel"),
         ],
         ORDER,
     ),

@@ -264,7 +264,7 @@ ORDER = "no order between"
 FAULTS = {
     "no wait": ([(WAIT, "pass")], ORDER),
     "another's wait": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % WORLD"))], ORDER),
-    "one slot": ([("first = (call % 2) * slot_numel", "first = 0 * slot_numel")], ORDER),
+    "one slot": ([("first = slot_of(call) * slot_numel", "first = 0 * slot_numel")], ORDER),
     "wrong rank": ([(NOTIFY, NOTIFY.replace(" peer", " (peer + WORLD - 1) % WORLD"))], ORDER),
     "no signal": ([(NOTIFY, f"if rank != 1:\n            {NOTIFY}")], "no rank can go on"),
     "early signal": ([(PEER, f"{PEER}\n        {NOTIFY}")], ORDER),

@@ -190,6 +190,34 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     assert "does not fit on tiny:1" in text
 
 
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (8, "lacks 31.31 GiB .* Weights with 8 bits would fit"),
+        (2, "lacks .* Weights with 4 bits would fit"),
+        (1, "choose a larger slice or a smaller model$"),
+    ],
+)
+def test_weights_with_fewer_bits_that_would_fit(devices: int, says: str, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    slice = f"h200:{devices}" if devices == 2 else f"h100:{devices}"
+    with pytest.raises(ConfigError, match=says):
+        planned(str(tmp_path), "--for", slice, "--load", LOAD, "--max-model-len", "1024")
+
+
 def test_only_layouts_with_the_given_tp_are_planned() -> None:
     found = rows("weft-demo", *EIGHT, "--tp", "2")
     assert {row["layout"]["tp"] for row in found} == {2}
