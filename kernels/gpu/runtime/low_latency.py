@@ -52,7 +52,7 @@ LL_BLOCK, LL128_LINES = 512, 32
 @triton.jit
 def flag_of(call):
     """Return a call's flag in LL, int32: never 0."""
-    return (tl.cast(call, tl.int64) % 4294967295 + 1).to(tl.int32)
+    return ((tl.cast(call, tl.int64) - 1) % 4294967295 + 1).to(tl.int32)
 
 
 @triton.jit

@@ -71,7 +71,8 @@ def notify(peers, rank, index, value):
     """
     tl.debug_barrier()
     signal = peer_pointer(peers.signals, rank, tl.int64) + index
-    tl.atomic_xchg(signal, tl.cast(value, tl.int64), sem="release", scope="sys")
+    value = tl.cast(value, tl.int64)
+    tl.atomic_xchg(signal, value, sem="release", scope="sys")
 
 
 @triton.jit

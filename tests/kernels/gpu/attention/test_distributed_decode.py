@@ -260,7 +260,7 @@ def test_a_fault_in_where_tokens_are_is_found(old: str, new: str, tmp_path: Path
 
 
 def test_flags_that_are_not_looked_at_are_found(tmp_path: Path) -> None:
-    weak = planted(low_latency, tmp_path, ("!= call) & mask", "!= call) & mask & (call < 0)"))
+    weak = planted(low_latency, tmp_path, ("!= flag) & mask", "!= flag) & mask & (call < 0)"))
     faulty = planted(module, tmp_path)
     faulty.get_ll = weak.get_ll  # type: ignore[attr-defined]
     assert "wrong" in symptoms(faulty, "wrong")

@@ -289,8 +289,8 @@ def test_a_signal_that_two_ranks_set_is_found(other: str, tmp_path: Path) -> Non
         (
             "ll",
             (
-                "(((flagged >> 32).to(tl.int32) != call) & mask).to(tl.int32)",
-                "(((flagged >> 32).to(tl.int32) != call) & (tl.arange(0, mask.shape[0]) == 0))"
+                "(((flagged >> 32).to(tl.int32) != flag) & mask).to(tl.int32)",
+                "(((flagged >> 32).to(tl.int32) != flag) & (tl.arange(0, mask.shape[0]) == 0))"
                 ".to(tl.int32)",
             ),
             "wrong",
@@ -304,7 +304,7 @@ def test_a_signal_that_two_ranks_set_is_found(other: str, tmp_path: Path) -> Non
             "wrong",
         ),
         # a flag that does not count
-        ("ll", ("(call.to(tl.int64) << 32)", "(tl.full((), 1, tl.int64) << 32)"), "hang"),
+        ("ll", ("(flag_of(call).to(tl.int64) << 32)", "(tl.full((), 1, tl.int64) << 32)"), "hang"),
         # a wait for any flag
         ("ll128", ("(flagged != call)", "(flagged == 0)"), "wrong"),
     ],
