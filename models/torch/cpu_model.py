@@ -17,7 +17,7 @@ from torch.nn.functional import embedding
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
-from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, make_linear
+from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, can_pack, make_linear
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
 from weft.models.checkpoint.weights import Weights
@@ -145,7 +145,9 @@ class CpuModel:
         if shared and isinstance(lm_head, NativeLinear):
             self._rows: Callable[[Tensor], Tensor] = lm_head.weight_rows
         elif stage.is_first:
-            rows = weights.read(spec.embedding)
+            # The LM head keeps the table itself where oneDNN cannot pack it.
+            kept = shared and stage.is_last and not can_pack(dtype)
+            rows = table if kept else weights.read(spec.embedding)
             self._rows = lambda token_ids: embedding(token_ids, rows).to(dtype)
         self._group = groups.tensor
         self._vocabulary = weights.parts(spec.embedding)[0]

@@ -360,27 +360,38 @@ def sort_by_expert(ids: Tensor, experts: int, first: int = 0) -> Permutation:
     counts = None if few else ids.new_empty(tiles, experts)
     block_e, block_k = triton.next_power_of_2(experts), triton.next_power_of_2(k)
     block = min(128, max(16, MATRIX // block_e))
-    common = {
-        "status": status,
-        "ids": ids,
-        "first": first,
-        "k": k,
-        "experts": experts,
-        "BLOCK_T": max(1, block // block_k),
-        "BLOCK_K": block_k,
-        "BLOCK_E": block_e,
-        "num_warps": min(16, max(1, block * block_e // 1024)),
-    }
-    if not few:
-        count_pairs[(tiles,)](counts=counts, tokens=tokens, span=span, **common)
+    block_t, warps = max(1, block // block_k), min(16, max(1, block * block_e // 1024))
+    if counts is not None:
+        count_pairs[(tiles,)](
+            counts=counts,
+            status=status,
+            ids=ids,
+            first=first,
+            tokens=tokens,
+            k=k,
+            experts=experts,
+            span=span,
+            BLOCK_T=block_t,
+            BLOCK_K=block_k,
+            BLOCK_E=block_e,
+            num_warps=warps,
+        )
     place_pairs[(tiles,)](
         offsets=offsets,
         order=order,
         inverse=inverse,
         counts=counts,
+        status=status,
+        ids=ids,
+        first=first,
         pairs=pairs,
+        k=k,
+        experts=experts,
         span=span * k,
         BLOCK=block,
-        **common,
+        BLOCK_T=block_t,
+        BLOCK_K=block_k,
+        BLOCK_E=block_e,
+        num_warps=warps,
     )
     return Permutation(offsets, order, inverse, status)

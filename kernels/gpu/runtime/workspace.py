@@ -253,7 +253,7 @@ class Workspace:
         return (self.calls, self.signals.local)
 
     def skip(self, calls: int) -> None:
-        """Continue as after so many calls, before the first one. Collective.
+        """Continue as after this number of calls, before the first one. Collective.
 
         Checks begin near the numbers at which narrower counters would wrap.
         """
