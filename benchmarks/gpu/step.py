@@ -266,8 +266,8 @@ milliseconds, without sampling and without the host's work between two steps.
 - **products**: torch's reach 85% of the memory's bandwidth or 75% of the arithmetic, and take
   1.5 us more (assumed).
 - **gaps**: between two kernels in a CUDA graph, 1.2 us each (assumed).
-- **exposed**: device time in which a rank only exchanges. A rank signals its peers in turn, and
-  waits for them in turn: 1.2 us and 0.5 us for each (assumed).
+- **exposed**: device time in which a rank only exchanges. A rank signals all peers at once behind
+  its stores, and reads their signals at once: 1.2 us and 0.5 us (assumed).
 - **host**: only for steps without a CUDA graph: 50 us for each launch in Python (assumed).
 - **step**: the longer time: the device's or the host's.
 """

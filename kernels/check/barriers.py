@@ -27,22 +27,53 @@ _RELEASE = re.compile(
 )
 
 
+_FUNCTION = re.compile(r"\.(?:func|entry)\b|@function")
+_JUMP = re.compile(r"\bs_c?branch\w*\s+(\.LBB\w+)|\bbra(?:\.uni)?\s+(\$L__BB\w+)")
+_NO_FALL_THROUGH = re.compile(r"^(?:s_branch|s_endpgm|bra(?:\.uni)?|ret)\b")
+_TARGET = re.compile(r"\$L__BB\w+")
+
+
 def count_releases(assembly: str) -> tuple[int, int]:
     """Count releases at system scope, and the releases without a barrier directly before them.
 
-    Directly means that no store to global memory and no jump target comes between. No path to the
-    release can then avoid the barrier.
+    Directly means that no store to global memory comes between, on any path to the release.
     """
-    releases, unordered, ordered = 0, 0, False
-    for line in assembly.splitlines():
-        code = line.split("//")[0].split(";;")[0].strip()
-        if _BARRIER.search(code):
+    lines = [line.split("//")[0].split(";;")[0].strip() for line in assembly.splitlines()]
+    arriving: dict[str, bool] = {}  # by label: whether all jumps to it come after a barrier
+    while True:
+        before = dict(arriving)
+        found = _follow_jumps(lines, arriving)
+        if arriving == before:
+            return found
+
+
+def _follow_jumps(lines: Sequence[str], arriving: dict[str, bool]) -> tuple[int, int]:
+    """Go through all lines once, with what is known about jumps, and add to it."""
+    releases = unordered = 0
+    ordered: bool | None = False  # None where nobody arrives
+    for code in lines:
+        if label := _LABEL.match(code):
+            ways = (ordered, arriving.get(label.group().rstrip(":")))
+            known = [way for way in ways if way is not None]
+            ordered = all(known) if known else None
+        elif _FUNCTION.search(code):
+            ordered = False
+        elif ".branchtargets" in code:  # a jump by a table may come from anywhere
+            arriving.update(dict.fromkeys(_TARGET.findall(code), False))
+        elif ordered is None:
+            continue
+        elif _BARRIER.search(code):
             ordered = True
         elif _RELEASE.search(code):
             releases += 1
             unordered += not ordered
-        elif _STORE.search(code) or _LABEL.match(code):
+        elif _STORE.search(code):
             ordered = False
+        elif jump := _JUMP.search(code):
+            target = jump.group(1) or jump.group(2)
+            arriving[target] = arriving.get(target, True) and ordered
+        if _NO_FALL_THROUGH.match(code):
+            ordered = None
     return releases, unordered
 
 

@@ -322,6 +322,10 @@ class CheckedHome(VirtualHome):
         super().__init__(world, rank)
         self._ranks = ranks
 
+    @property
+    def has_multicast(self) -> bool:
+        return True
+
     def empty(self, name, shape, dtype):  # type: ignore[no-untyped-def]
         tensor = super().empty(name, shape, dtype)
         self._ranks.memory.add(self.rank, tensor)
@@ -398,15 +402,17 @@ class _RankObserver:
         if kind == "store":
             self._ranks.changed()
 
-    def atomic(self, atomic: Atomic) -> None:
+    def atomics(self, atomics: Sequence[Atomic]) -> None:
         if self._ranks.races is not None:
-            self._ranks.races.atomic(self._rank, atomic)
-        if atomic.changed:
-            self._ranks.has_set(self._rank, [atomic.address])
+            for atomic in atomics:
+                self._ranks.races.atomic(self._rank, atomic)
+        if changed := [atomic.address for atomic in atomics if atomic.changed]:
+            self._ranks.has_set(self._rank, changed)
             self._ranks.progressed(self._rank)
             self._ranks.changed()
-        else:
-            self._ranks.polled(self._rank, atomic.address)
+        elif atomics:  # the signal with the smallest value is late
+            late = min(atomics, key=lambda atomic: atomic.was)
+            self._ranks.polled(self._rank, late.address)
 
     def words(self, kind: Kind, addresses: Array, itemsize: int) -> None:
         if self._ranks.races is not None:
@@ -436,7 +442,7 @@ class _RankObserver:
         self._ranks.network.put(self._rank, to, source, nbytes, signal, value, peer)
 
     def fetched(self, signal: int, value: int) -> None:
-        self.atomic(Atomic(signal, 8, "relaxed", "system", value, value, sets=False))
+        self.atomics([Atomic(signal, 8, "relaxed", "system", value, value, sets=False)])
 
     def waited(self, signal: int, value: int) -> None:
         self._ranks.progressed(self._rank)

@@ -27,6 +27,7 @@ from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.ops.table import named
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
+from weft.kernels.gpu.runtime.workspace import counted_together
 from weft.kernels.symmetric.memory import Home
 
 CALLS = 4
@@ -117,14 +118,16 @@ def perform(check: Check) -> Outcome:
         ]
         for call in sizes
     ]
+    together = draw.random() < 1 / 2
 
     def work(home: Home) -> list[Tensor]:
         workspace = check.op.workspace(home, largest)
         workspace.skip(CALLS_BEFORE[check.seed % len(CALLS_BEFORE)])
-        out = [
-            check.op.call([tensor[home.rank] for tensor in tensors], workspace, call)
-            for call, tensors in zip(sizes, calls, strict=True)
-        ]
+        with counted_together([workspace] if together else []):
+            out = [
+                check.op.call([tensor[home.rank] for tensor in tensors], workspace, call)
+                for call, tensors in zip(sizes, calls, strict=True)
+            ]
         workspace.check()
         return out
 

@@ -84,8 +84,8 @@ class Observer(Protocol):
     def access(self, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Memory is about to be loaded or stored: uint64 addresses [n]."""
 
-    def atomic(self, atomic: Atomic) -> None:
-        """An atomic was completed."""
+    def atomics(self, atomics: Sequence[Atomic]) -> None:
+        """An operation's atomics were completed."""
 
     def words(self, kind: Kind, addresses: Array, itemsize: int) -> None:
         """Words with their own signal were loaded, or are about to be stored."""
@@ -231,12 +231,18 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     def create_atomic_rmw(
         self, op: Any, ptr: Handle, val: Handle, mask: Handle, sem: Any, scope: Any
     ) -> Handle:
-        _notify("atomic", ptr, mask)
-        old = super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
-        new = _UPDATES[op.name](old.data, val.data)
-        if _observer() is None and np.array_equal(old.data, new):
-            os.sched_yield()  # a poll: the awaited rank may need this processor
-        _notify_atomic(ptr, old, new, mask, sem, scope, sets=op.name == "XCHG")
+        sets = op.name == "XCHG"
+        # Several signals at once arrive in any order: gpu/runtime/signals.py's notify_all.
+        parts = _arrivals(mask) if sets and ptr.data.size > 1 else [mask]
+        old = None
+        for part in parts:
+            _notify("atomic", ptr, part)
+            was = super().create_atomic_rmw(op, ptr, val, part, sem, scope)
+            old = was if old is None else Handle(np.where(part.data, was.data, old.data), was.dtype)
+            new = _UPDATES[op.name](old.data, val.data)
+            if _observer() is None and np.array_equal(old.data, new):
+                os.sched_yield()  # a poll: the awaited rank may need this processor
+            _notify_atomic(ptr, old, new, part, sem, scope, sets=sets)
         return old
 
     def create_inline_asm(self, assembly: str, _: str, values: list[Handle], *rest: Any) -> Any:
@@ -345,16 +351,19 @@ def _notify_atomic(
     if observer := _observer():
         active = np.ones(ptr.data.shape, bool) if mask is None else mask.data
         bits = ptr.get_element_ty().primitive_bitwidth
-        for address, was, now in zip(
+        how = (sem.name.lower(), scope.name.lower())
+        values = zip(
             ptr.data[active].ravel(),
             old.data[active].ravel(),
             np.broadcast_to(new, old.data.shape)[active].ravel(),
             strict=True,
-        ):
-            how = (sem.name.lower(), scope.name.lower())
-            observer.atomic(
+        )
+        observer.atomics(
+            [
                 Atomic(int(address), bits // 8, *how, was.item(), now.item(), sets=sets)
-            )
+                for address, was, now in values
+            ]
+        )
 
 
 class _Results:

@@ -83,6 +83,11 @@ class Home(ABC):
         return 4
 
     @property
+    def has_multicast(self) -> bool:
+        """True if tensors have a multicast address, on all ranks."""
+        return False
+
+    @property
     def device_name(self) -> str:
         """The device's name, as its driver reports it."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"

@@ -32,6 +32,16 @@ class P2pHome(Home):
         name = f"weft/{group.group_name}"
         self._key = f"{name}/{number_of_home(store, name, self.rank)}"
         self._handles: list[tuple[Tensor, Any]] = []
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        able = _SymmetricMemory.has_multicast_support(
+            torch._C._autograd.DeviceType.CUDA, device.index
+        )
+        self._has_multicast = all(each == "True" for each in self.exchange(str(able)))
+
+    @property
+    def has_multicast(self) -> bool:
+        return self._has_multicast
 
     def _exchange(self, call: int, value: str) -> list[str]:
         return exchange_through(

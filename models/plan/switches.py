@@ -19,8 +19,8 @@ part to the last. A Pallas kernel reads them again for each part.
 With very many tokens, an MLP's weights are fewer bytes than its tokens. They go round instead
 (Pope et al. 2022, section 3.2.3).
 
-GPUs have no rings. Tiles and methods decide there, so the kernels' own cost model
-(kernels/gpu/tuning/products.py) gives the seconds.
+GPUs have no rings. Tiles and methods decide there, so the kernels' own cost model gives the
+seconds, of three ways (kernels/gpu/tuning/products.py).
 
 Norms and residual sums are not counted. With few tokens, each device repeats them for all tokens.
 """
@@ -28,7 +28,7 @@ Norms and residual sums are not counted. With few tokens, each device repeats th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -41,7 +41,7 @@ from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, MlpSpec, ModelSpec
 Value = TypeVar("Value")
 
 FEWEST = 16
-"""Smallest number of tokens that `few_tokens` compares; the tuning file's smallest, too."""
+"""Smallest number of tokens that is compared; the tuning file's smallest, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,29 +186,55 @@ class Torus:
         return max(2 * rows * columns * width / self._flops, moved / self._bandwidth)
 
 
-def few_tokens(seconds: Callable[[int], tuple[float, float]], most: int) -> Decision[int]:
-    """Decide up to how many tokens each GPU has all of them; with more, each has some.
+def sizes(most: int) -> list[int]:
+    """Return the numbers of tokens to compare: powers of two from FEWEST to `most` or above."""
+    found = [FEWEST]
+    while found[-1] < most:
+        found.append(2 * found[-1])
+    return found
 
-    Compares at powers of two from FEWEST to `most`. The limit has the least sum of seconds over all
-    of them, which is where the costs cross, if they cross once.
+
+def limits(costs: Mapping[int, Sequence[float]], most: int) -> Decision[list[int]]:
+    """Decide up to how many tokens each way is used, in their order.
+
+    No other limits take fewer seconds, summed over all compared numbers of tokens. If costs cross
+    once, the limit is where they cross.
 
     Args:
-        seconds: for a number of tokens, the seconds of a layer's products with all tokens on each
-            GPU, and with some.
-        most: maximum number of tokens in a step.
+        costs: for each compared number of tokens, a power of two, each way's seconds.
+        most: maximum number of tokens in a step; no limit is above it.
+
+    Returns:
+        A limit for each way but the last, ascending. A way is never used if its limit is not above
+        the one before. A limit below FEWEST is 1.
     """
-    sizes = [FEWEST]
-    while sizes[-1] < most:
-        sizes.append(2 * sizes[-1])
-    costs = [seconds(tokens) for tokens in sizes]
-    few, many = zip(*costs, strict=True)
-    below = min(range(len(sizes) + 1), key=lambda count: sum(few[:count]) + sum(many[count:]))
-    at = sizes[min(below, len(sizes) - 1)]
-    compared = (
-        f"a layer's products take {_us(few[sizes.index(at)])} with all {at} tokens on each GPU, "
-        f"and {_us(many[sizes.index(at)])} with some on each"
+    compared = sorted(costs)
+    best: list[tuple[float, list[int]]] = [(0.0, [])]
+    # best[n]: the least seconds for the n smallest sizes by the ways so far, and where each ends.
+    for way in range(len(costs[compared[0]])):
+        taken = [0.0]
+        for size in compared:
+            taken.append(taken[-1] + costs[size][way])
+        best = [
+            min(
+                (total + taken[end] - taken[begin], [*ends, end])
+                for begin, (total, ends) in enumerate(best[: end + 1])
+            )
+            for end in range(len(compared) + 1)
+        ]
+    ends = best[-1][1][:-1]
+
+    def limit(end: int) -> int:
+        if end:
+            return min(compared[end - 1], most)
+        return 1 if compared[0] == FEWEST else min(compared[0] // 2, most)
+
+    at = [compared[min(end, len(compared) - 1)] for end in ends]
+    told = "; ".join(
+        f"with {size} tokens, a layer's products take {', '.join(map(_us, costs[size]))}"
+        for size in dict.fromkeys(at)
     )
-    return Decision(min(sizes[below - 1], most) if below else 1, compared)
+    return Decision([limit(end) for end in ends], told)
 
 
 def _ring_link(device: Device, axes: Sequence[Axis]) -> Link:

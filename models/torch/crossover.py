@@ -1,4 +1,4 @@
-"""Up to how many tokens each GPU has all of them, by the kernels' cost model.
+"""Up to how many tokens a layer's products run in which way, by the kernels' cost model.
 
 It needs no GPU, and no Triton: `weft plan --why` asks, too.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.kernels.gpu.tuning.costs import Gpu
-from weft.kernels.gpu.tuning.products import Product, predicted, two_ways
+from weft.kernels.gpu.tuning.products import Product, predicted, three_ways
 from weft.models.plan import switches
 from weft.models.spec.spec import ModelSpec, MoeSpec
 
 
 class LayerProducts(NamedTuple):
-    """A layer's products on one rank; see `two_ways`."""
+    """A layer's products on one rank; see `three_ways`."""
 
     begins: list[Product]
     ends: list[Product]
@@ -29,10 +29,10 @@ def products_of(local: ModelSpec) -> LayerProducts:
     return LayerProducts(products[::2], products[1::2], sums)
 
 
-def predicted_few_tokens(
+def predicted_limits(
     device: Gpu, world_size: int, products: LayerProducts, dtype: str, max_tokens: int
-) -> switches.Decision[int]:
-    """Predict the number of tokens up to which replicating them is faster.
+) -> switches.Decision[list[int]]:
+    """Predict up to how many tokens the first and the second of `three_ways` are the fastest.
 
     Args:
         device: the GPUs.
@@ -41,10 +41,9 @@ def predicted_few_tokens(
         dtype: compute dtype, by its torch name.
         max_tokens: maximum number of tokens in a step.
     """
-    ways = two_ways(world_size, *products)
-
-    def seconds(tokens: int) -> tuple[float, float]:
-        few, many = (predicted(way, tokens, dtype, device) for way in ways)
-        return few, many
-
-    return switches.few_tokens(seconds, max_tokens)
+    ways = three_ways(world_size, *products)
+    costs = {
+        tokens: [predicted(way, tokens, dtype, device) for way in ways]
+        for tokens in switches.sizes(max_tokens)
+    }
+    return switches.limits(costs, max_tokens)

@@ -8,6 +8,7 @@ single rank, which exchanges nothing. The alternative is `Overlapped` in overlap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -52,6 +53,9 @@ class Exchange(Protocol):
     In a sharded step, each rank holds ceil(T / W) tokens between products, and the last ones are
     padded. Otherwise each rank holds all tokens.
     """
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context for a step's exchanges."""
 
     def is_sharded(self, tokens: int) -> bool:
         """True if a step with this number of tokens is sharded."""
@@ -119,6 +123,10 @@ class Plain:
 
     def __init__(self, groups: Groups) -> None:
         self._group, self._context, self._data = groups.tensor, groups.context, groups.data
+
+    def step(self) -> AbstractContextManager[None]:
+        """See Exchange; nothing to do."""
+        return nullcontext()
 
     def is_sharded(self, tokens: int) -> bool:
         """Never: all ranks hold all tokens."""

@@ -168,21 +168,23 @@ class GpuModel:
         rotation = Rotation.of(positions, self._inv_freq, self._dtype)
         sharded = self.exchange.is_sharded(tokens)
         step = _Step(rotation, plan, sharded, tuple(size.tokens for size in dp_sizes))
-        if sharded:
-            x = self.exchange.shard(x)
-        stream = Stream(x)
-        for layer, layer_cache in zip(self._layers, cache, strict=True):
-            stream = layer(stream, step, layer_cache)
-        x = stream.whole()
-        if sharded:
-            x = self.exchange.unshard(x, tokens)
+        with self.exchange.step():
+            if sharded:
+                x = self.exchange.shard(x)
+            stream = Stream(x)
+            for layer, layer_cache in zip(self._layers, cache, strict=True):
+                stream = layer(stream, step, layer_cache)
+            x = stream.whole()
+            if sharded:
+                x = self.exchange.unshard(x, tokens)
         return x if rows is None else x[rows]
 
     def run_empty(self, dp_sizes: Sequence[Size]) -> None:
         """See `CpuModel.run_empty`."""
         empty = torch.empty(0, self._hidden_size, dtype=self._dtype, device=self.device)
-        for layer in self._layers:
-            layer.run_empty(empty, [size.tokens for size in dp_sizes])
+        with self.exchange.step():
+            for layer in self._layers:
+                layer.run_empty(empty, [size.tokens for size in dp_sizes])
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the final norm, as for `logits` and embeddings; [S, hidden] to the same shape."""

@@ -12,6 +12,9 @@
      torch's product     silu(gate) * up: own width     all_gather_matmul
      matmul_all_reduce   down, + x                      matmul_reduce_scatter
 
+Between few and many, all tokens are on all ranks, too. But matmul_all_reduce would send each sum to
+each rank. So torch's product is followed by an all_reduce, and the next norm adds x.
+
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for sharding tokens between
 products.) With experts, each rank runs its part for all tokens:
 
@@ -38,7 +41,7 @@ With data-parallel attention, each rank has all attention weights and its own to
 Larger steps are dispatched in chunks of DISPATCH_TOKENS. All ranks know each rank's number of
 tokens, so they make the same calls.
 
-The tuning file or the kernels' cost model says up to how many tokens count as few (`few_tokens`).
+The tuning file or the kernels' cost model says how many tokens are few or many (`token_limits`).
 
 Not handled: experts on more ranks than attention, unless each rank has all attention weights;
 prefill tokens that cross to each node only once (moe_dispatch_two_level).
@@ -48,7 +51,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,15 +96,17 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.runtime.workspace import Workspace, counted_together
 from weft.kernels.gpu.tuning.costs import device_named
-from weft.kernels.gpu.tuning.crossover import few_rows
+from weft.kernels.gpu.tuning.crossover import measured_ways
+from weft.kernels.gpu.tuning.products import EXCHANGES
 from weft.kernels.gpu.tuning.search import from_first_rank
 from weft.kernels.symmetric.memory import Home
+from weft.models.plan import switches
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
-from weft.models.torch.crossover import predicted_few_tokens, products_of
+from weft.models.torch.crossover import predicted_limits, products_of
 from weft.models.torch.exchange import Stream, attend, multiply
 from weft.models.torch.gpu_layers import Experts, Linear
 
@@ -110,6 +117,19 @@ DISPATCH_TOKENS = 256
 
 Count = Callable[[], None]
 """Called at each exchange with the other ranks."""
+
+
+class Limits(NamedTuple):
+    """The numbers of tokens where another way to exchange them begins.
+
+    Attributes:
+        fused: up to so many, products send their sums to all ranks.
+        replicated: up to so many, all ranks have all tokens. An all-reduce follows products with
+            more than `fused` tokens.
+    """
+
+    fused: int
+    replicated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +145,19 @@ class _Workspaces:
 
     @classmethod
     def make(
-        cls, home: Home, max_tokens: int, few: int, hidden: int, dtype: torch.dtype
+        cls, home: Home, max_tokens: int, limits: Limits, hidden: int, dtype: torch.dtype
     ) -> _Workspaces:
-        """Make workspaces for up to `max_tokens`, replicated up to `few`. Collective."""
+        """Make workspaces for up to `max_tokens`. Collective."""
         rows = -(-max_tokens // home.world_size)
-        few = min(max_tokens, few)
+        fused, replicated = (min(max_tokens, limit) for limit in limits)
+        methods = (*EXCHANGES["all_reduce"], *(("multimem",) if home.has_multicast else ()))
         return cls(
             all_gather_matmul_workspace(home, rows, hidden, dtype),
             matmul_reduce_scatter_workspace(home, rows, hidden, dtype),
-            matmul_all_reduce_workspace(home, few, hidden, dtype),
+            matmul_all_reduce_workspace(home, fused, hidden, dtype),
             all_gather_workspace(home, rows * hidden, dtype),
             reduce_scatter_workspace(home, rows * hidden, dtype),
-            all_reduce_workspace(home, few * hidden, dtype),
+            all_reduce_workspace(home, replicated * hidden, dtype, methods),
         )
 
     def __iter__(self) -> Iterator[Workspace]:
@@ -255,14 +276,14 @@ class Overlapped:
         self._dispatch: LowLatencyWorkspace | None = None
         self._context_attention: _ContextParallelAttention | None = None
         local = layout.local(spec)
-        self._max_replicated = few = few_tokens(home, local, dtype, max_tokens)
+        self._limits = limits = token_limits(home, local, dtype, max_tokens)
         if layout.dp_size > 1:
             self._dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
         else:
-            self._workspaces = _Workspaces.make(home, max_tokens, few, spec.hidden_size, dtype)
+            self._workspaces = _Workspaces.make(home, max_tokens, limits, spec.hidden_size, dtype)
         if context_home is not None:
             self._context_attention = _ContextParallelAttention(
-                context_home, local, max_tokens, dtype, few, count
+                context_home, local, max_tokens, dtype, limits.replicated, count
             )
         parts = (
             self._workspaces or (),
@@ -271,9 +292,13 @@ class Overlapped:
         )
         self.workspaces: list[Workspace] = [workspace for part in parts for workspace in part]
 
+    def step(self) -> AbstractContextManager[None]:
+        """See Exchange."""
+        return counted_together(self.workspaces)
+
     def is_sharded(self, tokens: int) -> bool:
-        """See Exchange: true for more than a few tokens."""
-        return self._workspaces is not None and tokens > self._max_replicated
+        """See Exchange: true for many tokens."""
+        return self._workspaces is not None and tokens > self._limits.replicated
 
     def shard(self, x: Tensor) -> Tensor:
         """See Exchange."""
@@ -304,9 +329,12 @@ class Overlapped:
         """See Exchange."""
         if self._workspaces is None:  # each rank has the whole product
             return Stream(residual, linear(x))
+        self._count()
+        if not sharded and len(x) > self._limits.fused:
+            own = linear(x, biased=self._home.rank == 0)
+            return Stream(residual, all_reduce(own, self._workspaces.all_reduce))
         epilogue = Epilogue(bias=linear.bias, residual=residual)
         (weight,) = linear.weights
-        self._count()
         if not sharded:
             of_all = self._workspaces.matmul_all_reduce
             return Stream(matmul_all_reduce(x, weight, of_all, epilogue=epilogue))
@@ -351,8 +379,8 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else pad(x, (0, 0, 0, rows - len(x)))
 
 
-def few_tokens(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: int) -> int:
-    """Return the number of tokens up to which replicating them is faster. Collective.
+def token_limits(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: int) -> Limits:
+    """Return where another way to exchange tokens is faster. Collective.
 
     The tuning file decides, for all products in a layer; without times there, the kernels' cost
     model.
@@ -364,14 +392,19 @@ def few_tokens(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: int
         max_tokens: maximum number of tokens in a step.
     """
     products = products_of(local)
-    if (tuned := few_rows(home, *products, dtype)) is not None:
-        logger.debug("up to %d tokens are on all GPUs: the tuning file says so", tuned)
-        return tuned
-    device = device_named(from_first_rank(home, lambda: home.device_name))
-    name = str(dtype).removeprefix("torch.")
-    decided = predicted_few_tokens(device, home.world_size, products, name, max_tokens)
-    logger.debug("up to %d tokens are on all GPUs: %s", decided.value, decided.reason)
-    return decided.value
+    if measured := measured_ways(home, *products, dtype):
+        decided, source = switches.limits(measured, max_tokens), "measured"
+    else:
+        device = device_named(from_first_rank(home, lambda: home.device_name))
+        name = str(dtype).removeprefix("torch.")
+        decided = predicted_limits(device, home.world_size, products, name, max_tokens)
+        source = "predicted"
+    limits = Limits(*decided.value)
+    logger.debug(
+        "up to %d tokens are on all GPUs, and up to %d, products send their sums; %s: %s",
+        *(limits.replicated, limits.fused, source, decided.reason),
+    )
+    return limits
 
 
 def _dispatch_workspace(

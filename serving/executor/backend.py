@@ -5,7 +5,7 @@
 | CPU | plain | CPU kernels; gloo collectives |
 | CPU | overlapped | Triton's interpreter; shared memory between processes |
 | GPU | plain | Triton; NCCL collectives |
-| GPU | overlapped | Triton; peers' memory over NVLink or PCIe |
+| GPU | overlapped | Triton; peers' memory over NVLink |
 
 With a single rank neither kind exchanges anything.
 """
@@ -13,6 +13,8 @@ With a single rank neither kind exchanges anything.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import logging
 import os
 from contextlib import ExitStack
 from itertools import permutations
@@ -32,11 +34,14 @@ if TYPE_CHECKING:
     from weft.serving.config.slices import Slice
 
 
+logger = logging.getLogger(__name__)
+
+
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     """Choose the kernels for a device: "overlapped" or "plain".
 
     auto chooses overlapped kernels on GPUs if the layout supports them, and if each stage has its
-    ranks on one node with access to each other's memory.
+    ranks on one node with access to each other's memory. The log says why it does not.
 
     Raises:
         ConfigError: the device or the kernels do not support the settings.
@@ -57,6 +62,8 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
                 f"--kernels is overlapped; {apart}. --kernels plain exchanges through NCCL"
             )
         return "overlapped"
+    if apart and layout.rank == config.replica.number == 0:
+        logger.info("ranks exchange through NCCL (--kernels plain): %s", apart)
     return "overlapped" if layout.can_overlap and not apart else "plain"
 
 
@@ -79,19 +86,47 @@ def _out_of_reach(slice: Slice, layout: Layout) -> str:
     for a, b in permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(a, b):
             return f"GPU {a} cannot read and write the memory of GPU {b}"
+        if torch.version.hip is None and not has_native_atomics(a, b):
+            return (
+                f"GPU {a} has no atomic operations in the memory of GPU {b}, which signals need; "
+                "NVLink has them, PCIe has not"
+            )
     return ""
 
 
-def prepare_triton(device: torch.device) -> None:
-    """Prepare Triton for a device; call this before any kernel module is imported.
+_NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED in CUDA's driver API."""
 
-    On a CPU it installs the interpreter.
+
+def has_native_atomics(gpu: int, peer: int, driver: str = "libcuda.so.1") -> bool:
+    """Tell if a GPU can run atomic operations in a peer's memory; torch cannot.
+
+    Args:
+        gpu, peer: their indexes.
+        driver: the library with CUDA's driver API.
+    """
+    library = ctypes.CDLL(driver)
+    found, devices = ctypes.c_int(0), (ctypes.c_int(gpu), ctypes.c_int(peer))
+    for device in devices:
+        if library.cuDeviceGet(ctypes.byref(device), device):
+            return False
+    failed = library.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, *devices)
+    return not failed and bool(found.value)
+
+
+def use_device(device: torch.device) -> None:
+    """Let CUDA calls that name no device go to this one.
+
+    Without it, each rank would take memory on GPU 0. Call it before anything else asks for GPUs.
     """
     if device.type == "cuda":
         import torch
 
         torch.cuda.set_device(device)
-        return
+
+
+def interpret_kernels() -> None:
+    """Let Triton's interpreter run kernels; call this before any kernel module is imported."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
     from weft.kernels.interpreter.gpu import installed
 

@@ -29,10 +29,11 @@ from weft.serving.config.slices import RankDevices
 from weft.serving.executor.backend import (
     choose_kernels,
     homes,
-    prepare_triton,
+    interpret_kernels,
     recorded_requests,
     require_same,
     symmetric_bytes,
+    use_device,
 )
 
 if TYPE_CHECKING:
@@ -142,12 +143,14 @@ def load_model(
     check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
     layout = Layout(config.tp, config.ep, context.rank, config.cp, config.pp)
     device = choose_device(config.device, context.own_devices(config)[0])
+    use_device(device)
     kernels = choose_kernels(config, layout, device)
     triton = kernels == "overlapped" or device.type == "cuda"
     interpreted = triton and device.type == "cpu"
     buffers = recorded = 0
+    if interpreted:
+        interpret_kernels()
     if triton:
-        prepare_triton(device)
         if kernels == "overlapped" and layout.stage_size > 1:
             buffers = symmetric_bytes(config, spec, layout, dtype, device)
         if device.type == "cuda":

@@ -259,12 +259,14 @@ def be_rank(
     cases: list[tuple[str, Path, Case]],
     pipe: Connection,
     few_tokens: int | None = None,
+    fused: int = 0,
     overlapped: bool = True,
 ) -> None:
     """A process: run each case, and send what came out, and how many exchanges of all it counted.
 
     On Triton kernels if `few_tokens` is given, which are then the same on all ranks, or sent at a
-    time. Steps of decodes are then padded to three requests.
+    time; up to `fused`, products send their sums. Steps of decodes are then padded to three
+    requests.
     """
     torch.set_num_threads(1)
     store = meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
@@ -278,7 +280,7 @@ def be_rank(
             from weft.models.torch import graphs
             from weft.models.torch import overlapped as exchange
 
-            exchange.few_tokens = lambda *_: few_tokens
+            exchange.token_limits = lambda *_: exchange.Limits(fused, few_tokens)
             exchange.DISPATCH_TOKENS = graphs.DISPATCH_TOKENS = few_tokens
             graphs.buckets = lambda at, *_, overlapped: (
                 [3] * (at.cp == at.pp == 1 and (overlapped or at.dp_size == 1))

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from model.recorded import Launch
+from weft.kernels.devices import HOP
 from weft.kernels.gpu.tuning.costs import (
     MEMORY_LATENCY,
     Config,
@@ -74,13 +75,7 @@ def cost_of(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
     if known is not None and not launch.is_torch:
         return known(launch, gpu, batch)
     seconds = max(_bytes(launch) / gpu.memory, 2 * MEMORY_LATENCY)
-    peers = launch.arguments.get("peers")
-    if peers is None:
-        return Cost("other", seconds)
-    # A kernel of a collective: it signals all ranks, or waits for them, one after the other.
-    world = launch.arguments["WORLD"]
-    seconds += world * max(FENCE, POLL) + _bytes(launch) / gpu.link
-    return Cost("exchange", seconds, seconds)
+    return Cost("other", seconds)
 
 
 def _torch_product(launch: Launch, gpu: Gpu) -> Cost:
@@ -120,8 +115,46 @@ def _all_reduce(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
     product = _product_time(launch, gpu, rows, columns, depth)
     problem = Problem("matmul_all_reduce", world, rows, columns, depth)
     link = link_time(problem, Config("one_shot", 16, 16, 16), gpu)
-    exposed = link + world * (FENCE + POLL)
+    exposed = link + FENCE + POLL  # signals leave together, and are read together
     return Cost("products", product + exposed, exposed)
+
+
+def _pushed(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
+    """A tensor's chunks that go to the other ranks, whole or a part to each."""
+    x, numel, world = (launch.arguments[name] for name in ("x", "numel", "WORLD"))
+    sent = numel * x.itemsize * (world - 1)
+    seconds = max(sent / gpu.link, x.nbytes / gpu.memory) + 2 * MEMORY_LATENCY + FENCE
+    return Cost("exchange", seconds, seconds)
+
+
+def _summed(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
+    """Chunks of all ranks that have come, added."""
+    out, rows = launch.arguments["out"], launch.arguments["COUNT"]
+    seconds = POLL + max((rows + 1) * out.nbytes / gpu.memory, 2 * MEMORY_LATENCY)
+    return Cost("exchange", seconds, seconds)
+
+
+def _summed_and_sent(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
+    """A part of the sum, which goes to all ranks."""
+    numel, world, dtype = (launch.arguments[name] for name in ("numel", "WORLD", "dtype"))
+    part = numel * dtype.primitive_bitwidth // 8
+    moved = max(part * (world - 1) / gpu.link, part * world / gpu.memory)
+    seconds = POLL + moved + 2 * MEMORY_LATENCY + FENCE
+    return Cost("exchange", seconds, seconds)
+
+
+def _collected(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
+    """Parts that have come, copied."""
+    out = launch.arguments["out"]
+    seconds = POLL + max(2 * out.nbytes / gpu.memory, 2 * MEMORY_LATENCY)
+    return Cost("exchange", seconds, seconds)
+
+
+def _low_latency(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
+    """An all-reduce of words that carry their own flag: no signal, and no fence."""
+    x, world = launch.arguments["x"], launch.arguments["WORLD"]
+    seconds = 2 * x.nbytes * (world - 1) / gpu.link + 2 * MEMORY_LATENCY + HOP + POLL
+    return Cost("exchange", seconds, seconds)
 
 
 def _gathered(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
@@ -194,6 +227,11 @@ def _attend(launch: Launch, gpu: Gpu, batch: Batch) -> Cost:
 COSTS: dict[str, Callable[[Launch, Gpu, Batch], Cost]] = {
     "multiply": _product,
     "multiply_all_reduce": _all_reduce,
+    "push_chunks": _pushed,
+    "reduce_chunks": _summed,
+    "reduce_and_send": _summed_and_sent,
+    "collect_parts": _collected,
+    "reduce_ll": _low_latency,
     "multiply_gathered": _gathered,
     "multiply_partial": _partial,
     "multiply_groups": _groups,

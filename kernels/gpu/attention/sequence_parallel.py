@@ -52,7 +52,7 @@ from weft.kernels.gpu.collectives.chunks import copy_chunk
 from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import notify, notify_all, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
@@ -123,8 +123,7 @@ def push_parts(
     """Send other ranks the parts they need, one chunk at a time. Grid: (programs,), persistent."""
     call = tl.load(peers.calls)
     if tl.program_id(0) == 0:
-        for step in range(1, WORLD):
-            notify(peers, (rank + step) % WORLD, met + rank, call)
+        notify_all(peers, met + rank, call, WORLD)
     chunks = tl.cdiv(length, chunk)
     for item in range(tl.program_id(0), (WORLD - 1) * PARTS * chunks, tl.num_programs(0)):
         peer = (rank + 1 + item // (PARTS * chunks)) % WORLD

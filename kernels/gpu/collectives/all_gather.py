@@ -43,8 +43,8 @@ from weft.kernels.gpu.collectives.all_gather_ll import run_ll, run_ll128
 from weft.kernels.gpu.collectives.all_gather_two_level import send_two_level
 from weft.kernels.gpu.collectives.chunks import BLOCK, CHUNK, copy_chunk, push_chunks
 from weft.kernels.gpu.collectives.collective import (
-    LOW_LATENCY,
-    MAX_LL_BYTES,
+    MAX_ONE_TRIP_BYTES,
+    ONE_TRIP,
     RESIDENT_BLOCK,
     RESIDENT_WARPS,
     UNITS,
@@ -53,7 +53,15 @@ from weft.kernels.gpu.collectives.collective import (
 )
 from weft.kernels.gpu.runtime.multimem import load_16_bytes, multimem_store
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import meet, notify, peer_pointer, slot_of, tell, wait
+from weft.kernels.gpu.runtime.signals import (
+    meet,
+    notify_all,
+    peer_pointer,
+    slot_of,
+    tell,
+    wait,
+    wait_all,
+)
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -74,8 +82,7 @@ def publish_chunks(
     call = tl.load(peers.calls)
     to = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel + rank * numel
     copy_chunk(to, x, index, numel, chunk, BLOCK)
-    for step in range(WORLD):
-        notify(peers, (rank + step) % WORLD, index * WORLD + rank, call)
+    notify_all(peers, index * WORLD + rank, call, WORLD)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -132,8 +139,7 @@ def multicast_chunks(
         at = start + tl.arange(0, BLOCK)
         a, b, c, d = load_16_bytes(x, at, at < end)
         multimem_store(to + 16 * at, a, b, c, d, at < end)
-    for step in range(WORLD):
-        notify(peers, (rank + step) % WORLD, index * WORLD + rank, call)
+    notify_all(peers, index * WORLD + rank, call, WORLD)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -143,9 +149,7 @@ def wait_for_all(
     WORLD: tl.constexpr,
 ):
     """Wait for each rank's first chunk. Grid: (1,)."""
-    call = tl.load(peers.calls)
-    for source in range(WORLD):
-        wait(peers, rank, source, call)
+    wait_all(peers, rank, 0, tl.load(peers.calls), WORLD)
 
 
 class AllGatherWorkspace(CollectiveWorkspace):
@@ -173,7 +177,7 @@ class AllGatherWorkspace(CollectiveWorkspace):
             chunk=chunk,
             ranks_per_node=ranks_per_node,
         )
-        nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
+        nbytes = min(max_numel * dtype.itemsize, MAX_ONE_TRIP_BYTES)
         self.met = size * chunks  # the first signal of `meet`
         self.passed = self.met + size  # the first signal for chunks that are passed on
         puts = size // self.ranks_per_node * chunks if self.far else 0
@@ -253,8 +257,8 @@ def all_gather(
         workspace.require_method(method)
         workspace.require("x_shard's shape", shape, x_shard.dim() > 0, "have at least one axis")
         workspace.require_max_numel("x_shard", x_shard)
-        if method in LOW_LATENCY:
-            workspace.require_few_bytes("x_shard", x_shard, MAX_LL_BYTES, method)
+        if method in ONE_TRIP:
+            workspace.require_few_bytes("x_shard", x_shard, MAX_ONE_TRIP_BYTES, method)
         if method in UNITS:
             workspace.require_units("x_shard", x_shard, UNITS[method], method)
     out = x_shard.new_empty(size * x_shard.shape[0], *x_shard.shape[1:])

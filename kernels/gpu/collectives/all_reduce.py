@@ -37,7 +37,8 @@ from torch import Tensor
 
 from weft.kernels.gpu.collectives.chunks import BLOCK, CHUNK, copy_chunk, push_chunks, sum_rows
 from weft.kernels.gpu.collectives.collective import (
-    MAX_LL_BYTES,
+    MAX_ONE_TRIP_BYTES,
+    ONE_TRIP,
     RESIDENT_BLOCK,
     RESIDENT_WARPS,
     CollectiveWorkspace,
@@ -47,7 +48,14 @@ from weft.kernels.gpu.collectives.reduce_scatter import add_rows
 from weft.kernels.gpu.runtime.low_latency import LL_BLOCK, get_ll, load_words, put_ll, store_words
 from weft.kernels.gpu.runtime.multimem import multimem_store, multimem_sum
 from weft.kernels.gpu.runtime.peers import SLOTS, Slots
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import (
+    notify,
+    notify_all,
+    peer_pointer,
+    slot_of,
+    wait,
+    wait_all,
+)
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -72,8 +80,7 @@ def reduce_and_send(
     rows = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
     place = slot_of(call) * sums.numel + rank * numel
     for index in range(tl.program_id(0), tl.cdiv(numel, chunk), tl.num_programs(0)):
-        for source in range(WORLD):
-            wait(peers, rank, index * WORLD + source, call)
+        wait_all(peers, rank, index * WORLD, call, WORLD)
         begin = index * chunk
         end = tl.minimum(begin + chunk, length)
         for start in range(begin, end, BLOCK):
@@ -82,8 +89,7 @@ def reduce_and_send(
             for step in range(WORLD):
                 to = peer_pointer(sums.addresses, (rank + 1 + step) % WORLD, dtype) + place
                 tl.store(to + at, total, mask=at < end)
-        for step in range(WORLD):
-            notify(peers, (rank + 1 + step) % WORLD, first + index * WORLD + rank, call)
+        notify_all(peers, first + index * WORLD + rank, call, WORLD)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -201,16 +207,14 @@ def reduce_multimem(
     call = tl.load(peers.calls)
     part = multicast + 16 * (slot_of(call) * tl.cast(slot_units, tl.int64) + rank * units)
     for index in range(tl.program_id(0), tl.cdiv(units, chunk), tl.num_programs(0)):
-        for source in range(WORLD):
-            wait(peers, rank, index * WORLD + source, call)
+        wait_all(peers, rank, index * WORLD, call, WORLD)
         begin = index * chunk
         end = tl.minimum(begin + chunk, length)
         for start in range(begin, end, BLOCK):
             at = start + tl.arange(0, BLOCK)
             a, b, c, d = multimem_sum(part + 16 * at, at < end, dtype)
             multimem_store(part + 16 * at, a, b, c, d, at < end)
-        for step in range(WORLD):
-            notify(peers, (rank + step) % WORLD, first + index * WORLD + rank, call)
+        notify_all(peers, first + index * WORLD + rank, call, WORLD)
 
 
 class AllReduceWorkspace(CollectiveWorkspace):
@@ -221,7 +225,8 @@ class AllReduceWorkspace(CollectiveWorkspace):
     ) -> None:
         size = home.world_size
         part = part_numel(max_numel, size)
-        row = -(-max_numel // 8) * 8 if "one_shot" in methods else part
+        one_trip = min(max_numel, MAX_ONE_TRIP_BYTES // dtype.itemsize)
+        row = -(-one_trip // 8) * 8 if "one_shot" in methods else part
         row = max(row, part)
         chunks = count_chunks(row, chunk)
         super().__init__(
@@ -235,8 +240,7 @@ class AllReduceWorkspace(CollectiveWorkspace):
         self.second = size * chunks  # the first of the second signals
         self.sums_numel = size * part if "two_shot" in methods else 0
         self.sums: SymmetricTensor = home.empty("all_reduce.sums", (SLOTS, self.sums_numel), dtype)
-        nbytes = min(max_numel * dtype.itemsize, MAX_LL_BYTES)
-        self.ll_words = -(-nbytes // 4) if "ll" in methods else 0
+        self.ll_words = -(-one_trip * dtype.itemsize // 4) if "ll" in methods else 0
         self.ll = home.zeros("all_reduce.ll", (SLOTS, size, self.ll_words), torch.int64)
 
 
@@ -257,8 +261,8 @@ def all_reduce_workspace(
 
     Args:
         home: this rank's.
-        max_numel: numbers in a tensor. one_shot needs 2 W times as much memory, the others 2 to 4
-            times.
+        max_numel: numbers in a tensor. one_shot and ll need 2 W and 4 W times a tensor's memory,
+            for tensors up to MAX_ONE_TRIP_BYTES; the other methods need 2 to 4 times.
         dtype: float32, float16 or bfloat16.
         methods: the methods it will be used with, from METHODS.
         chunk: numbers per signal; a multiple of 8.
@@ -295,8 +299,8 @@ def all_reduce(x: Tensor, workspace: AllReduceWorkspace, *, method: str | None =
         asked |= {"method": repr(method), "x's shape": tuple(x.shape)}
         workspace.require_method(method)
         workspace.require_max_numel("x", x)
-        if method == "ll":
-            workspace.require_few_bytes("x", x, MAX_LL_BYTES, method)
+        if method in ONE_TRIP:
+            workspace.require_few_bytes("x", x, MAX_ONE_TRIP_BYTES, method)
         if method == "multimem":
             must = "be a multiple of 16 for multimem"
             workspace.require("x's size", f"{x.nbytes} bytes", x.nbytes % 16 == 0, must)
@@ -344,7 +348,7 @@ def _two_shot(x: Tensor, out: Tensor, workspace: AllReduceWorkspace) -> None:
         first=workspace.second,
         dtype=triton_type(x.dtype),
         WORLD=size,
-        BLOCK=RESIDENT_BLOCK,
+        BLOCK=RESIDENT_BLOCK // 2,
         num_warps=RESIDENT_WARPS,
     )
     _collect(out, workspace, numel, workspace.sums)

@@ -35,7 +35,7 @@ from weft.kernels.gpu.rowwise.norm import normalize
 from weft.kernels.gpu.rowwise.rows import require_rows, row_blocks
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import notify_all, peer_pointer, slot_of, wait_all
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -72,12 +72,10 @@ def reduce_and_normalize(
         for step in range(WORLD):
             to = peer_pointer(peers.buffers, (rank + 1 + step) % WORLD, dtype) + mine_in_slot
             tl.store(to + row * N + column, mine, mask=inside)
-        for step in range(WORLD):
-            notify(peers, (rank + 1 + step) % WORLD, row * WORLD + rank, call)
+        notify_all(peers, row * WORLD + rank, call, WORLD)
     come = peer_pointer(peers.buffers, rank, dtype) + slot
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        for source in range(WORLD):
-            wait(peers, rank, row * WORLD + source, call)
+        wait_all(peers, rank, row * WORLD, call, WORLD)
         at = row * N + column
         value = sum_rows(come, at, numel, (row + 1) * N, WORLD, BLOCK)
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)

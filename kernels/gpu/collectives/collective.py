@@ -21,9 +21,9 @@ from weft.kernels.symmetric.memory import Home
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that are added and packed into words."""
 
-LOW_LATENCY = ("ll", "ll128")
-MAX_LL_BYTES = 1 << 20
-"""Maximum payload. Above it, half the bandwidth costs more than a signal."""
+ONE_TRIP = ("ll", "ll128", "one_shot")
+MAX_ONE_TRIP_BYTES = 1 << 20
+"""Maximum payload for these methods: they send more bytes, to save a trip or a signal."""
 
 UNITS = {"ll128": 8, "multimem": 16}
 """Bytes that a method carries together: data must be a multiple of them."""
@@ -131,7 +131,7 @@ class CollectiveWorkspace(Workspace):
             method
             for method in self.methods
             if x.nbytes % UNITS.get(method, 1) == 0
-            and (method not in LOW_LATENCY or x.nbytes <= MAX_LL_BYTES)
+            and (method not in ONE_TRIP or x.nbytes <= MAX_ONE_TRIP_BYTES)
         )
         width = x.numel() // len(x) if x.dim() else 1
         return self.choice(x.dtype, rows, width, methods=able or self.methods).method
@@ -155,7 +155,7 @@ class CollectiveWorkspace(Workspace):
         )
 
     def require_few_bytes(self, argument: str, tensor: Tensor, most: int, method: str) -> None:
-        """Refuse a tensor too large for a low-latency method."""
+        """Refuse a tensor too large for a method in ONE_TRIP."""
         nbytes = tensor.nbytes
         must = f"be at most {most} for {method}"
         self.require(f"{argument}'s size", f"{nbytes} bytes", nbytes <= most, must)

@@ -38,7 +38,7 @@ from weft.kernels.gpu.collectives.collective import (
 )
 from weft.kernels.gpu.collectives.reduce_scatter_two_level import run_two_level
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import peer_pointer, slot_of, wait_all
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -60,8 +60,7 @@ def reduce_chunks(
     call = tl.load(peers.calls)
     rows = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
     for index in range(tl.program_id(0), tl.cdiv(length, chunk), tl.num_programs(0)):
-        for row in range(COUNT):
-            wait(peers, rank, first + index * COUNT + row, call)
+        wait_all(peers, rank, first + index * COUNT, call, COUNT)
         add_chunk(out, rows, index, length, numel, chunk, dtype, COUNT, BLOCK)
 
 

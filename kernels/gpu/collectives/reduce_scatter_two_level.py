@@ -30,7 +30,7 @@ from weft.kernels.gpu.collectives.chunks import BLOCK, add_chunk, copy_chunk
 from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS, count_chunks
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.peers import Slots
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait_all
 from weft.kernels.gpu.runtime.workspace import triton_type
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ def reduce_local(
         to_node = (node + 1 + item // chunks) % nodes
         peer = to_node * NODE + rank % NODE
         index = item % chunks
-        for local in range(NODE):
-            row = to_node * NODE + local
-            wait(peers, rank, scattered + index * WORLD + row, call)
+        wait_all(peers, rank, scattered + index * WORLD + to_node * NODE, call, NODE)
         rows = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
         rows += to_node * NODE * numel
         address = tl.load(sums.addresses + peer)

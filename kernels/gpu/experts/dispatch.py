@@ -69,7 +69,7 @@ from weft.kernels.gpu.experts.expert_tokens import (
 from weft.kernels.gpu.experts.placement import Placement
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait, wait_all
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home
 
@@ -219,9 +219,7 @@ def sum_tokens(
     columns = tl.cdiv(K, BLOCK)
     for item in range(tl.program_id(0), tl.cdiv(num_tokens, TOKENS) * columns, tl.num_programs(0)):
         index = item // columns
-        for step in range(WORLD):
-            source = (rank + step) % WORLD
-            wait(peers, rank, combined + index * WORLD + source, call)
+        wait_all(peers, rank, combined + index * WORLD, call, WORLD)
         tokens = index * TOKENS + tl.arange(0, TOKENS)
         at = item % columns * BLOCK + tl.arange(0, BLOCK)[None, :]
         total = tl.zeros((TOKENS, BLOCK), tl.float32)

@@ -104,7 +104,7 @@ from weft.kernels.gpu.experts.placement import Placement
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait, wait_all
 from weft.kernels.gpu.runtime.workspace import triton_type
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -443,10 +443,9 @@ def cross_back(
         peer = node * NODE + mine
         came = tl.zeros((TOKENS,), tl.int32)
         tokens = index * TOKENS + tl.arange(0, TOKENS)
+        wait_all(peers, rank, first + index * WORLD + node * NODE, call, NODE)
         for local in range(NODE):
-            sender = node * NODE + local
-            wait(peers, rank, first + index * WORLD + sender, call)
-            came |= tl.load(kept + sender * capacity + tokens)
+            came |= tl.load(kept + (node * NODE + local) * capacity + tokens)
         place = index * TOKENS + tl.cumsum(came, axis=0) - came
         begin = node * NODE * capacity
         parts = peer_pointer(returned, rank, dtype)
@@ -513,9 +512,7 @@ def sum_nodes(
         total = tl.zeros((TOKENS, BLOCK), tl.float32)
         for node in range(nodes):
             if node == own:
-                for local in range(NODE):
-                    signal = first + index * WORLD + own * NODE + local
-                    wait(peers, rank, signal, call)
+                wait_all(peers, rank, first + index * WORLD + own * NODE, call, NODE)
                 total += add_kept(parts, kept + begin, tokens, at, K, capacity, NODE, TOKENS, BLOCK)
             else:
                 place = tl.load(packed + node * capacity + tokens)

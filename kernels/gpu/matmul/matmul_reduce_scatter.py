@@ -48,7 +48,7 @@ from weft.kernels.gpu.matmul.matmul import (
     tile_at,
 )
 from weft.kernels.gpu.runtime.arguments import require_counts
-from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.signals import notify, notify_all, peer_pointer, slot_of, wait_all
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
@@ -73,7 +73,7 @@ def multiply_and_send(
     K,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
-    PEERS: tl.constexpr,  # number of ranks that get the tile, from the owner on
+    PEERS: tl.constexpr,  # number of ranks that get the tile: the owner, or all
     FORM: tl.constexpr,
 ):
     """Compute one tile of this rank's partial result, and send it to the ranks that reduce it."""
@@ -97,7 +97,10 @@ def multiply_and_send(
             tl.store(to, part)
         else:
             tl.store(to, part, mask=(at_m[:, None] < m) & (at_n[None, :] < N))
-        notify(peers, peer, tile * WORLD + rank, call)
+    if PEERS == 1:
+        notify(peers, owner, tile * WORLD + rank, call)
+    else:
+        notify_all(peers, tile * WORLD + rank, call, WORLD)
 
 
 @triton.jit
@@ -135,8 +138,8 @@ def reduce_tile(
     partials = peer_pointer(peers.buffers, rank, dtype)
     at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for source in range(WORLD):
-        wait(peers, rank, tile * WORLD + source, call)
+    wait_all(peers, rank, tile * WORLD, call, WORLD)
+    for source in tl.static_range(WORLD):  # unrolled: all loads are on their way together
         place = tile_offsets(call, source, row, column, m, N, peers.slot_numel, BLOCK_M, BLOCK_N)
         if EVEN:
             total += tl.load(partials + place).to(tl.float32)

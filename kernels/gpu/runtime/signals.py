@@ -6,7 +6,7 @@ waiting rank acquires until it sees that number or a larger one. Numbers only gr
 is ever reset, and no reset can race with the next call. They have 64 bits: a server makes more than
 2^31 calls within days.
 
-Calls are counted on the device (`begin_call`). A captured CUDA graph therefore keeps counting
+Calls are counted on the device (`count_calls`). A captured CUDA graph therefore keeps counting
 when it is replayed.
 
 Kernels do not specialise the rank. Otherwise Triton would compile three binaries (for 1, for
@@ -26,15 +26,21 @@ import triton.language as tl
 MAX_POLLS = 1 << 28
 """Default limit of polls for one wait: minutes on a GPU."""
 
+WARP = tl.constexpr(32)
+"""Signals that one warp's threads set or read at once; more ranks take MANY threads."""
+MANY = tl.constexpr(1024)
 
-@triton.jit
-def begin_call(calls):
-    """Count one call of an op. Launched alone, before the op's kernels.
+
+@triton.jit(do_not_specialize=["number"])
+def count_calls(calls, number, ROWS: tl.constexpr):
+    """Count an op's calls. Grid: (1,).
 
     Args:
-        calls: int64 [1], this rank's.
+        calls: int64 [ROWS, 2], this rank's; see Workspace.
+        number: how many calls to add.
     """
-    tl.store(calls, tl.load(calls) + 1)
+    row = calls + 2 * tl.arange(0, ROWS)
+    tl.store(row, tl.load(row) + number)
 
 
 @triton.jit
@@ -73,6 +79,26 @@ def notify(peers, rank, index, value):
     signal = peer_pointer(peers.signals, rank, tl.int64) + index
     value = tl.cast(value, tl.int64)
     tl.atomic_xchg(signal, value, sem="release", scope="sys")
+
+
+@triton.jit
+def notify_all(peers, index, value, WORLD: tl.constexpr):
+    """Set the signal with the same number on every rank, after everything this program has stored.
+
+    Each rank gets what `notify` would send it. But each signal leaves from its own thread, and all
+    wait for this program's stores at the same time.
+
+    Args:
+        peers: Peers.
+        index: the signal's number on each rank.
+        value: larger than all values before.
+    """
+    each = tl.arange(0, WARP if WORLD <= WARP else MANY)
+    starts = tl.load(peers.signals + each, mask=each < WORLD, other=0)
+    signals = starts.to(tl.pointer_type(tl.int64)) + index
+    values = tl.zeros_like(starts) + value
+    tl.debug_barrier()
+    tl.atomic_xchg(signals, values, mask=each < WORLD, sem="release", scope="sys")
 
 
 @triton.jit
@@ -125,6 +151,38 @@ def wait(peers, rank, index, value):
 
 
 @triton.jit
+def wait_all(peers, rank, index, value, COUNT: tl.constexpr):
+    """Wait until `COUNT` of this rank's own signals reach a value.
+
+    It ends when a `wait` for each signal would end, but reads all at once.
+
+    Args:
+        peers: Peers.
+        rank: this rank.
+        index: the first of the signals.
+        value: the value to wait for.
+    """
+    each = tl.arange(0, WARP if COUNT <= WARP else MANY)
+    inside = each < COUNT
+    signals = peer_pointer(peers.signals, rank, tl.int64) + index + each
+    nothing = tl.zeros_like(each).to(tl.int64)
+    seen = tl.atomic_add(signals, nothing, mask=inside, sem="acquire", scope="sys")
+    missing = tl.sum((inside & (seen < value)).to(tl.int32), axis=0)
+    if missing > 0:
+        left = polls_left(peers)
+        while (missing > 0) & (left > 0):
+            seen = tl.atomic_add(signals, nothing, mask=inside, sem="acquire", scope="sys")
+            missing = tl.sum((inside & (seen < value)).to(tl.int32), axis=0)
+            left -= 1
+        if missing > 0:
+            late = inside & (seen < value)
+            first = tl.min(tl.where(late, each, COUNT), axis=0)
+            least = tl.min(tl.where(late, seen, value), axis=0)
+            report(peers, rank, index + first, value, least)
+    tl.debug_barrier()  # as in `wait`
+
+
+@triton.jit
 def count_off(counters, rank, index, count):
     """Return whether this program is the last of `count` programs to arrive.
 
@@ -156,10 +214,8 @@ def meet(
 ):
     """Tell all ranks that this one is in this call, and wait until they are. Grid: (1,)."""
     call = tl.load(peers.calls)
-    for step in range(WORLD):
-        notify(peers, (rank + step) % WORLD, first + rank, call)
-    for step in range(WORLD):
-        wait(peers, rank, first + (rank + step) % WORLD, call)
+    notify_all(peers, first + rank, call, WORLD)
+    wait_all(peers, rank, first, call, WORLD)
 
 
 @triton.jit(do_not_specialize=["peer", "index"])

@@ -10,6 +10,10 @@ announce the end of its reading:
 
 This holds for every op in which each rank waits for a signal of every other rank.
 
+Kernels read their call's number from the device. Counting a call alone takes a launch as long as a
+short exchange. So row k of a table holds the number of the k-th call from now. Within
+`counted_together`, a call takes the next row, and one launch at the end counts all of them.
+
 If one rank called an op with other arguments than the rest, the others would wait in vain. Ranks
 therefore compare arguments before anything is launched (`agreed`): when they create a workspace,
 and when a call has arguments new to the workspace. If one rank refuses an argument, or the ranks
@@ -135,6 +139,27 @@ def _ranks(values: list[str], value: str) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}"
 
 
+AHEAD = 256
+"""Rows in a workspace's table: enough for two calls in each of 127 layers."""
+
+
+@contextmanager
+def counted_together(workspaces: Sequence[Workspace]) -> Iterator[None]:
+    """Within, ops with these workspaces count their calls without a launch for each.
+
+    A CUDA graph must be captured around it, not within: at the end, the device counts.
+    """
+    for workspace in workspaces:
+        workspace._together = True
+    try:
+        yield
+    finally:
+        for workspace in workspaces:
+            workspace._together = False
+            if workspace._ahead:
+                workspace._count(workspace._ahead)
+
+
 class Workspace:
     """The workspace of one op on one rank. All ranks create it together.
 
@@ -191,7 +216,11 @@ class Workspace:
             )
         self.far = 0 in addresses
         self.signals: SymmetricTensor = home.zeros(f"{name}.signals", (num_signals,), torch.int64)
-        self.calls = torch.zeros(1, dtype=torch.int64, device=home.device)
+        # A row has 16 bytes: for a pointer without this alignment, Triton compiles another binary.
+        self._calls = torch.zeros(AHEAD, 2, dtype=torch.int64, device=home.device)
+        self._calls[:, 0] = torch.arange(AHEAD, device=home.device)
+        self._ahead = 0  # calls that the device has not counted
+        self._together = False
         self.fault = torch.full((4,), -1, dtype=torch.int32, device=home.device)
         self.device = home.device
         self.num_signals = num_signals
@@ -248,22 +277,36 @@ class Workspace:
         )
 
     @property
+    def calls(self) -> Tensor:
+        """The present call's number, int64 [1], on the device."""
+        return self._calls[self._ahead, :1]
+
+    @property
     def counting(self) -> Sequence[Tensor]:
-        """This rank's tensors that hold numbers of calls."""
-        return (self.calls, self.signals.local)
+        """This rank's tensors that hold numbers of calls, besides its table."""
+        return (self.signals.local,)
 
     def skip(self, calls: int) -> None:
         """Continue as after this number of calls, before the first one. Collective.
 
         Checks begin near the numbers at which narrower counters would wrap.
         """
+        self._calls[:, 0] += calls
         for tensor in self.counting:
             tensor.fill_(calls)
         self.barrier()
 
     def begin(self) -> None:
         """Count a call. The op's kernels come next."""
-        signals.begin_call[(1,)](calls=self.calls)
+        if not self._together or self._ahead == AHEAD - 1:
+            self._count(self._ahead + 1)
+        else:
+            self._ahead += 1
+
+    def _count(self, number: int) -> None:
+        """Let the device count calls, after all earlier launches."""
+        signals.count_calls[(1,)](calls=self._calls, number=number, ROWS=AHEAD)
+        self._ahead = 0
 
     def check(self) -> None:
         """Synchronise with the device, and raise if a wait has timed out since the last check.

@@ -1,30 +1,31 @@
-"""The measured crossover between two ways to run a layer's products, by number of rows.
+"""Measured seconds for the ways to run a layer's products, by number of rows.
 
-products.py has the two ways. The tuning file has a time for each of their ops.
+products.py has the ways. The tuning file has a time for each of their ops.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from weft.kernels.gpu.tuning import table as tuned
-from weft.kernels.gpu.tuning.products import Product, Way, two_ways
+from weft.kernels.gpu.tuning.products import Product, Way, three_ways
 from weft.kernels.gpu.tuning.search import from_first_rank
 from weft.kernels.symmetric.memory import Home
 
 
-def few_rows(
+def measured_ways(
     home: Home,
     begins: Sequence[Product],
     ends: Sequence[Product],
     sums: Sequence[Product],
     dtype: torch.dtype,
     path: Path | None = None,
-) -> int | None:
-    """Find the maximum number of rows for which the first way is faster. Collective.
+) -> dict[int, list[float]]:
+    """Find each way's seconds for each tuned number of rows. Collective.
 
     All ranks use the tuning file on rank 0.
 
@@ -32,12 +33,12 @@ def few_rows(
         home: this rank's home.
         begins: all products of a layer that take all rows and own columns.
         ends: all products of a layer that are summed over the ranks.
-        sums: what ranks exchange for experts; see `two_ways`.
+        sums: what ranks exchange for experts; see `three_ways`.
         dtype: operand dtype.
         path: tuning file; tuned.default_path() if None.
 
     Returns:
-        At least 1; None if no number of rows has been tuned for all these products.
+        Empty if no number of rows has been tuned for all these products.
 
     Raises:
         TuningError: on all ranks, if the file on rank 0 is damaged.
@@ -45,29 +46,20 @@ def few_rows(
 
     def look() -> str:
         table = tuned.load(path or tuned.default_path())
-        ways = two_ways(home.world_size, begins, ends, sums)
-        found = _few_rows(home, ways, str(dtype).removeprefix("torch."), table)
-        return "" if found is None else str(found)
+        ways = three_ways(home.world_size, begins, ends, sums)
+        found = {}
+        for rows in sorted({key.rows for key in table if key.op == "matmul_all_reduce"}):
+            try:
+                found[rows] = [seconds(way, rows, table) for way in ways]
+            except KeyError:
+                continue  # not all of them were tuned
+        return json.dumps(found)
 
-    found = from_first_rank(home, look)
-    return int(found) if found else None
-
-
-def _few_rows(home: Home, ways: tuple[Way, Way], dtype: str, table: tuned.Table) -> int | None:
-    def microseconds(way: Way, rows: int) -> float:
+    def seconds(way: Way, rows: int, table: tuned.Table) -> float:
         """Add up the times for all products. Raises KeyError if one was not tuned."""
-        problems = (problem for each in way for problem in each.problems(rows, dtype))
+        name = str(dtype).removeprefix("torch.")
+        problems = (problem for each in way for problem in each.problems(rows, name))
         keys = (tuned.key_of(problem, home.device_name) for problem in problems)
-        return sum(table[key].microseconds for key in keys)
+        return sum(table[key].microseconds for key in keys) / 1e6
 
-    few = None
-    for rows in sorted({key.rows for key in table if key.op == "matmul_all_reduce"}):
-        try:
-            all_on_all, split = (microseconds(way, rows) for way in ways)
-        except KeyError:
-            continue
-        if all_on_all > split:
-            below = 1 if rows == tuned.SMALLEST_BUCKET else rows // 2  # not in this bucket
-            return few or below
-        few = rows
-    return few
+    return {int(rows): times for rows, times in json.loads(from_first_rank(home, look)).items()}

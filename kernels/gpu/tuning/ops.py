@@ -31,6 +31,7 @@ from weft.kernels.gpu.attention.sequence_parallel import (
 )
 from weft.kernels.gpu.collectives.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
+from weft.kernels.gpu.collectives.collective import MAX_ONE_TRIP_BYTES, ONE_TRIP
 from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
 from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     all_gather_grouped_matmul,
@@ -129,7 +130,10 @@ def _prepare_collective(home: Home, problem: Problem) -> tuple[list[str], Prepar
     x = _random(home, problem, rows, problem.n)
     numel = (problem.rows if problem.op == "all_reduce" else shard) * problem.n
     workspaces: dict[str, Workspace] = {}
+    large = x.nbytes > MAX_ONE_TRIP_BYTES
     for method in METHODS[problem.op]:
+        if large and method in ONE_TRIP:
+            continue
         try:
             workspaces[method] = make(home, numel, x.dtype, (method,))
         except KernelError as error:

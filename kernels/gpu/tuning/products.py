@@ -1,14 +1,16 @@
 """Ops with a matrix product: their methods, and predicted seconds for a layer's products.
 
-A layer's products run in one of two ways (models/torch/overlapped.py):
+A layer's products run in one of three ways (models/torch/overlapped.py):
 
-    few     matmul               all rows on every rank, own columns
+    few     product              all rows on every rank, own columns
             matmul_all_reduce    own rows of the weight, sums on all ranks
+    medium  product              as for few rows
+            product, all_reduce  own rows of the weight; then sums on all ranks
     many    all_gather_matmul    rows are split over the ranks
             matmul_reduce_scatter
 
-With experts: all_reduce of their sum in the first way; all_gather and reduce_scatter in the second.
-The first way repeats the work between the products, mainly norms, on all W ranks. This is not
+With experts: all_reduce of their sum in the first two ways; all_gather and reduce_scatter in the
+third. The first two repeat the work between the products, mainly norms, on all W ranks. This is not
 counted. A product without communication is all_gather_matmul with world size 1.
 """
 
@@ -32,9 +34,9 @@ PRODUCT_METHODS = {
 EXCHANGES = {
     "all_gather": ("push",),
     "reduce_scatter": ("push",),
-    "all_reduce": ("one_shot", "two_shot"),
+    "all_reduce": ("ll", "one_shot", "two_shot"),
 }
-"""Methods of the collectives' workspaces, unless others are asked for."""
+"""Methods of the collectives' workspaces in a model."""
 
 
 class Product(NamedTuple):
@@ -65,13 +67,13 @@ class Pass(NamedTuple):
 Way = Sequence[Pass]
 
 
-def two_ways(
+def three_ways(
     world_size: int,
     begins: Sequence[Product],
     ends: Sequence[Product],
     sums: Sequence[Product],
-) -> tuple[Way, Way]:
-    """Return the ops for few rows, and those for many.
+) -> tuple[Way, Way, Way]:
+    """Return the ops for few rows, those for more, and those for many.
 
     Args:
         world_size: number of ranks.
@@ -84,13 +86,17 @@ def two_ways(
         Pass("matmul_all_reduce", world_size, ends),
         Pass("all_reduce", world_size, sums),
     )
+    medium = (
+        Pass("all_gather_matmul", 1, [*begins, *ends]),
+        Pass("all_reduce", world_size, [*(Product(end.n, 0) for end in ends), *sums]),
+    )
     many = (
         Pass("all_gather_matmul", world_size, begins),
         Pass("matmul_reduce_scatter", world_size, ends),
         Pass("all_gather", world_size, sums),
         Pass("reduce_scatter", world_size, sums),
     )
-    return few, many
+    return few, medium, many
 
 
 def predicted(way: Way, rows: int, dtype: str, device: Gpu) -> float:

@@ -61,9 +61,13 @@ def _torus(torus: Torus, most: int) -> list[str]:
 
 def _gpus(local: ModelSpec, place: Slice, devices: int, dtype: str, most: int) -> str:
     from weft.kernels.gpu.tuning.costs import device_named
-    from weft.models.torch.crossover import predicted_few_tokens, products_of
+    from weft.models.torch.crossover import predicted_limits, products_of
 
     device = device_named(place.device.like or place.device.name)
-    few = predicted_few_tokens(device, devices, products_of(local), dtype, most)
+    decided = predicted_limits(device, devices, products_of(local), dtype, most)
+    few, replicated = decided.value
     figures = "" if device.name == place.device.name else f" (with the figures of {device.name})"
-    return f"up to {few.value} tokens are replicated, and more sharded: {few.reason}{figures}"
+    return (
+        f"up to {few} tokens, products send their sums; up to {replicated}, an all-reduce follows "
+        f"them; with more, tokens are sharded: {decided.reason}{figures}"
+    )

@@ -54,10 +54,17 @@ def test_a_dense_layers_launches_are_recorded_and_priced(script: Path, tmp_path:
 
 def test_ranks_exchange(script: Path) -> None:
     """With --tp inside the products, with --ep beside them. Without a graph, Python counts."""
-    done = step(script, "--model", "llama-3-70b", "--tp", "8", "--users", "16")
+    arguments = ("--model", "llama-3-70b", "--tp", "8", "--users", "1,128", "--launches")
+    done = step(script, *arguments)
     assert done.returncode == 0, done.stderr
-    (row,) = rows_of(done.stdout)
-    assert float(row["exposed"]) > 0
+    few, medium = done.stderr.splitlines()
+    assert "multiply_all_reduce x 2" in few
+    assert "linear x 4, " in medium
+    assert "multiply_all_reduce" not in medium
+    for row in rows_of(done.stdout):
+        assert float(row["exposed"]) > 0
+        # One launch for a step counts its calls, not one for each.
+        assert int(row["step"]) < 80 * int(row["launches: layer"]) + 20
     done = step(script, "--model", "qwen3-30b-a3b", "--ep", "8", "--users", "16")
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(done.stdout)

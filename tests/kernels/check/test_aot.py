@@ -240,7 +240,7 @@ def last_name(node: ast.AST) -> str:
 
 def test_every_kernel_that_is_launched_is_compiled(rows: list[Compiled]) -> None:
     launched = launched_kernels()
-    assert {"push_chunks", "multiply_gathered", "begin_call"} <= launched
+    assert {"push_chunks", "multiply_gathered", "count_calls"} <= launched
     assert "peer_pointer" not in launched
     for target in QUICK:
         for_others = {

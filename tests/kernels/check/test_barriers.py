@@ -31,7 +31,22 @@ AMD_RELEASE = "\tbuffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tglobal_atomic_swap
         (BARRIER + STORE + RELEASE, (1, 1)),
         (STORE + BARRIER + RELEASE + STORE + RELEASE, (2, 1)),
         (STORE + BARRIER + "\tst.shared.b32 [ %r1 ], %r2;\n" + RELEASE, (1, 0)),
-        (STORE + BARRIER + "$L__BB0_2:\n" + RELEASE, (1, 1)),  # one may jump past the barrier
+        # jumps: past the barrier, from after it, back to after a store, from a table
+        (STORE + "\t@%p3 bra $L__BB0_2;\n" + BARRIER + "$L__BB0_2:\n" + RELEASE, (1, 1)),
+        (STORE + BARRIER + "\t@%p3 bra $L__BB0_2;\n$L__BB0_2:\n" + RELEASE, (1, 0)),
+        (BARRIER + "$L__BB0_2:\n" + RELEASE + STORE + "\t@%p3 bra $L__BB0_2;\n", (1, 1)),
+        (BARRIER + "$L__BB0_2:\n" + RELEASE + "\t@%p3 bra $L__BB0_2;\n" + STORE, (1, 0)),
+        (
+            BARRIER + "\tbra.uni $L__BB0_3;\n$L__BB0_2:\n" + STORE + "$L__BB0_3:\n" + RELEASE,
+            (1, 0),  # nobody jumps to the store
+        ),
+        (
+            BARRIER + "$L_brx_0: .branchtargets $L__BB0_2;\n$L__BB0_2:\n" + RELEASE,
+            (1, 1),  # from anywhere
+        ),
+        (BARRIER + "\tret;\n}\n.func other()\n{\n" + RELEASE, (1, 1)),  # another function
+        ("\ts_barrier\n\ts_cbranch_execz .LBB0_2\n.LBB0_2:\n" + AMD_RELEASE, (1, 0)),
+        ("\ts_cbranch_execz .LBB0_2\n\ts_barrier\n.LBB0_2:\n" + AMD_RELEASE, (1, 1)),
         (STORE + "\t// bar.sync 0;\n" + RELEASE, (1, 1)),
         (STORE + ACQUIRE, (0, 0)),
         (STORE + RELEASE.replace(".sys", ".gpu"), (0, 0)),
@@ -217,7 +232,7 @@ def problems():
         libraries = {"libnvshmem_device": str(library)}
         send_and_wait[(1,)](x, signal, peers, numel=512, rank=3, call=7, extern_libs=libraries)
     rows = [describe("nvshmem", "sm_90", launch) for launch in launches]
-    for op in named(["all_gather", "all_gather_grouped_matmul"]):
+    for op in named(["all_gather", "all_gather_grouped_matmul", "all_reduce_rms_norm"]):
         (case, *_) = cases(op, "sm_90")
         rows += [describe(op.name, "sm_90", launch) for launch in launches_of(op, "sm_90", case)]
     return [problem for row in rows for problem in row.problems]

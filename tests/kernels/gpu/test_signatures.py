@@ -86,10 +86,10 @@ def test_kernels_have_few_parameters_and_are_launched_by_keywords() -> None:
 def test_kernels_and_launches_are_found() -> None:
     trees = [ast.parse(source) for source in SOURCES.values()]
     kernels = {function.name for tree in trees for function in functions(tree)}
-    assert kernels >= {"multiply_gathered", "push_chunks", "begin_call", "quiet"}
+    assert kernels >= {"multiply_gathered", "push_chunks", "count_calls", "quiet"}
     launched = [ast.unparse(launch.func) for tree in trees for launch in launches(tree, kernels)]
     assert len(launched) > 60
-    assert "signals.begin_call[1,]" in launched
+    assert "signals.count_calls[1,]" in launched
 
 
 KERNEL = "@triton.jit\ndef kernel({}):\n    pass\n"

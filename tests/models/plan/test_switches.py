@@ -13,7 +13,7 @@ from weft.kernels.devices import DEVICES, Link, Reached
 from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.plan import collectives
 from weft.models.plan.hardware import Slice, read_slice
-from weft.models.plan.switches import FEWEST, Torus, few_tokens
+from weft.models.plan.switches import FEWEST, Torus, limits, sizes
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import MlpSpec
 
@@ -156,28 +156,37 @@ def test_experts_weights_stay() -> None:
 def test_few_tokens_end_where_the_costs_cross(most: int, ahead: float, slope: float) -> None:
     """With straight lines, which cross once."""
 
-    def seconds(tokens: int) -> tuple[float, float]:
-        return 2 * slope * tokens, ahead + slope * tokens
-
-    decided = few_tokens(seconds, most)
-    sizes = [FEWEST << power for power in range(13) if FEWEST << power < 2 * most or not power]
-    assert decided.value == 1 or decided.value == most or decided.value in sizes
-    for size in sizes:
-        few, many = seconds(size)
-        if size <= decided.value:
+    costs = {tokens: (2 * slope * tokens, ahead + slope * tokens) for tokens in sizes(most)}
+    (limit,) = limits(costs, most).value
+    assert limit == 1 or limit == most or limit in costs
+    for size, (few, many) in costs.items():
+        if size <= limit:
             assert few <= many
-        elif decided.value < most:
+        elif limit < most:
             assert few >= many
 
 
-@given(st.lists(st.tuples(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-3)), min_size=4, max_size=4))
-def test_no_other_limit_takes_less(costs: list[tuple[float, float]]) -> None:
-    table = dict(zip((16, 32, 64, 128), costs, strict=True))
+SECONDS = st.floats(1e-6, 1e-3)
+SIZES = (16, 32, 64, 128)
 
-    def total(limit: int) -> float:
-        return sum(few if size <= limit else many for size, (few, many) in table.items())
 
-    decided = few_tokens(lambda tokens: table[tokens], 128)
-    assert total(decided.value) == pytest.approx(min(map(total, (1, *table))))
-    few, many = table[min(128, max(FEWEST, 2 * decided.value))]
-    assert seconds_in(decided.reason) == pytest.approx([few, many], rel=0.01)
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=4, max_size=4))
+def test_no_other_limits_take_less(costs: list[tuple[float, float, float]]) -> None:
+    table = dict(zip(SIZES, costs, strict=True))
+
+    def total(first: int, second: int) -> float:
+        return sum(each[(size > first) + (size > second)] for size, each in table.items())
+
+    decided = limits(table, 128)
+    first, second = decided.value
+    assert first <= second
+    others = [(one, two) for one in (1, *SIZES) for two in (1, *SIZES) if one <= two]
+    assert total(first, second) == pytest.approx(min(total(*other) for other in others))
+    told = [min(128, max(FEWEST, 2 * limit)) for limit in dict.fromkeys(decided.value)]
+    shown = [seconds for size in dict.fromkeys(told) for seconds in table[size]]
+    assert seconds_in(decided.reason) == pytest.approx(shown, rel=0.01)
+
+
+@pytest.mark.parametrize(("begin", "limit"), [(16, 1), (64, 32)])
+def test_limits_below_the_smallest_number_of_tokens(begin: int, limit: int) -> None:
+    assert limits({begin: (2.0, 1.0)}, 1 << 16).value == [limit]

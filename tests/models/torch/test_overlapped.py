@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.costs import Config, device_named
-from weft.kernels.gpu.tuning.products import Way, predicted, two_ways
+from weft.kernels.gpu.tuning.products import Way, predicted, three_ways
 from weft.kernels.gpu.tuning.table import Entry, key_of
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.counting import CountingHome
@@ -23,7 +24,7 @@ from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.spec.layout import Layout
 from weft.models.torch.crossover import products_of
 from weft.models.torch.gpu_model import GpuModel
-from weft.models.torch.overlapped import Overlapped, few_tokens
+from weft.models.torch.overlapped import Overlapped, token_limits
 from weft.models.torch.runner import TorchRunner
 
 
@@ -57,16 +58,16 @@ def test_a_wait_that_has_run_out_fails_the_step(tmp_path: Path) -> None:
 GPU = "NVIDIA H100 80GB HBM3"
 
 
-def ways_of(model: str, size: int) -> tuple[Way, Way]:
-    """Both ways of a layer's products and its experts' exchange."""
+def ways_of(model: str, size: int) -> tuple[Way, Way, Way]:
+    """The ways of a layer's products and its experts' exchange."""
     products = products_of(Layout(size).local(read_spec(locate(model))))
     assert bool(products.sums) == ("moe" in model)
-    return two_ways(size, *products)
+    return three_ways(size, *products)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("model", ["weft-demo", "weft-demo-moe"])
-def test_few_tokens_end_where_the_cost_model_says(
+def test_the_limits_are_where_the_cost_model_says(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
@@ -76,34 +77,39 @@ def test_few_tokens_end_where_the_cost_model_says(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     local = Layout(size).local(read_spec(locate(model)))
     with caplog.at_level("DEBUG", "weft.models.torch.overlapped"):
-        few = few_tokens(CountingHome(size, GPU), local, torch.bfloat16, 1 << 16)
+        limits = token_limits(CountingHome(size, GPU), local, torch.bfloat16, 1 << 16)
     device = device_named(GPU)
     sizes = [16 << power for power in range(13)]
     costs = [
         [predicted(way, rows, "bfloat16", device) for way in ways_of(model, size)] for rows in sizes
     ]
     totals = {
-        limit: sum(one[rows > limit] for rows, one in zip(sizes, costs, strict=True))
-        for limit in (1, *sizes)
+        (few, most): sum(
+            one[(rows > few) + (rows > most)] for rows, one in zip(sizes, costs, strict=True)
+        )
+        for few, most in combinations_with_replacement((1, *sizes), 2)
     }
-    assert totals[few] == pytest.approx(min(totals.values()))
-    assert few < sizes[-1]
-    assert caplog.messages[-1].startswith(f"up to {few} tokens are on all GPUs: a layer's products")
+    assert totals[limits] == pytest.approx(min(totals.values()))
+    assert limits.replicated < sizes[-1]
+    begins = f"up to {limits.replicated} tokens are on all GPUs, and up to {limits.fused}, products"
+    assert caplog.messages[-1].startswith(f"{begins} send their sums; predicted: with ")
 
 
 def test_the_tuning_file_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table = {}
-    for way, slow_from in zip(ways_of("weft-demo", 2), (64, 1 << 30), strict=True):
+    for way, slow_from in zip(ways_of("weft-demo", 2), (32, 64, 1 << 30), strict=True):
         for rows in (16, 32, 64):
             for problem in (each for one in way for each in one.problems(rows, "bfloat16")):
                 key = key_of(problem, GPU)
                 fields = {field: getattr(key, field) for field in key.__struct_fields__}
-                slow = way[1].op == "matmul_all_reduce" and rows >= slow_from
-                microseconds = 9.0 if slow else 4.0
+                fixed = {("all_gather_matmul", 1): 4.0, ("all_gather_matmul", 2): 9.0}
+                slow = 9.0 if rows >= slow_from else 4.0
+                microseconds = fixed.get((problem.op, problem.world_size), slow)
                 table[key] = Entry(
                     **fields, config=Config("push", 16, 16, 16), microseconds=microseconds
                 )
     tuned.record(tuned.default_path(), table)
     local = Layout(2).local(read_spec(locate("weft-demo")))
-    assert few_tokens(CountingHome(2, GPU), local, torch.bfloat16, 1 << 16) == 32
+    limits = token_limits(CountingHome(2, GPU), local, torch.bfloat16, 1 << 16)
+    assert limits == (16, 32)

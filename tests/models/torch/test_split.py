@@ -182,6 +182,21 @@ def test_overlapped_kernels_give_the_tokens_of_plain_ones(
 
 
 @pytest.mark.parametrize(
+    "layouts",
+    [
+        [("llama", Layout(tp=2))],
+        pytest.param([("tied", Layout(tp=2)), ("mixtral", Layout(tp=2))], marks=pytest.mark.slow),
+    ],
+    ids=["llama", "more"],
+)
+def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
+    layouts: list[tuple[str, Layout]], interpreted: dict[str, Path]
+) -> None:
+    """A decode step has more tokens than products send to all ranks, and fewer than are split."""
+    compare(2, layouts, interpreted, fused=1)
+
+
+@pytest.mark.parametrize(
     ("size", "layouts"),
     [
         (2, [("llama", Layout(tp=2)), ("window", Layout(cp=2))]),
@@ -201,6 +216,7 @@ def compare(
     layouts: list[tuple[str, Layout]],
     checkpoints: dict[str, Path],
     *,
+    fused: int = 4,
     overlapped: bool = True,
 ) -> None:
     """Compare Triton kernels, in the interpreter, with CPU kernels on one rank."""
@@ -208,7 +224,7 @@ def compare(
         (f"{model} {layout}", checkpoints[model], (model, "float32", layout))
         for model, layout in layouts
     ]
-    with running(size, be_rank, size, cases, after=(4, overlapped)) as pipes:
+    with running(size, be_rank, size, cases, after=(4, fused, overlapped)) as pipes:
         for name, path, (_, dtype, first) in cases:
             expected = each_copy(path, dtype, first, INTERPRETED_DECODES)
             counts = set()

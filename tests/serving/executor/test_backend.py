@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,8 @@ from weft.models.spec.layout import Layout
 from weft.models.torch.overlapped import Overlapped
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.config.slices import NodeSlice
-from weft.serving.executor.backend import choose_kernels, require_same
+from weft.serving.executor import backend
+from weft.serving.executor.backend import choose_kernels, has_native_atomics, require_same
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -44,6 +47,13 @@ def test_auto_overlaps_on_gpus_of_one_node_where_the_layout_can() -> None:
     assert choose_kernels(stages, layout, CPU) == "plain"
 
 
+@pytest.fixture
+def nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All GPUs that reach each other have atomics there."""
+    monkeypatch.setattr(backend, "has_native_atomics", lambda a, b: True)
+
+
+@pytest.mark.usefixtures("nvlink")
 def test_overlapped_kernels_are_refused_where_gpus_do_not_reach_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -66,6 +76,43 @@ def test_overlapped_kernels_are_refused_where_gpus_do_not_reach_each_other(
         choose_kernels(apart, Layout(tp=2), GPU)
 
 
+def test_gpus_without_atomics_over_their_link_exchange_through_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As over PCIe: signals are atomic operations in a peer's memory."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(backend, "has_native_atomics", lambda a, b: (a, b) != (1, 0))
+    config = EngineConfig(tp=2, replica=Replica(slice=(NodeSlice(0, (0, 1)),)))
+    with caplog.at_level("INFO", "weft.serving.executor.backend"):
+        assert choose_kernels(config, Layout(tp=2), GPU) == "plain"
+    assert "NCCL (--kernels plain): GPU 1 has no atomic operations in the memory of GPU 0" in (
+        caplog.text
+    )
+    with pytest.raises(ConfigError, match="overlapped; GPU 1 has no atomic operations in the mem"):
+        choose_kernels(replace(config, kernels="overlapped"), Layout(tp=2), GPU)
+
+
+DRIVER = """
+int cuDeviceGet(int *device, int ordinal) { *device = 10 + ordinal; return ordinal > 2 ? 101 : 0; }
+int cuDeviceGetP2PAttribute(int *value, int attribute, int from, int to) {
+    *value = attribute == 3 && from == 10 && to == 11;
+    return from == 12 ? 1 : 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="nothing to build the library with")
+def test_the_driver_is_asked_for_atomics(tmp_path: Path) -> None:
+    """A library with the driver's two functions; GPU 2 is an error, and there is no GPU 3."""
+    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
+    source.write_text(DRIVER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    pairs = [(0, 1), (1, 0), (2, 0), (0, 3)]
+    found = [has_native_atomics(*pair, driver=str(library)) for pair in pairs]
+    assert found == [True, False, False, False]
+
+
+@pytest.mark.usefixtures("nvlink")
 def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs 0, 1 and 2, 3 are joined; 1 reads 2, which does not read 1."""
     reached = {(0, 1), (1, 0), (2, 3), (3, 2), (1, 2)}

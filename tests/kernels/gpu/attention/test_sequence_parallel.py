@@ -356,7 +356,7 @@ WAIT = "wait(peers, rank, signal, call)"
 MET = "wait(peers, rank, met + peer, call - 1)"
 NOTIFY = "notify(peers, peer, (index * chunks + number) * WORLD + rank, call)"
 COPY = "copy_chunk(to + half, values"
-TELL = "notify(peers, (rank + step) % WORLD, met"
+TELL = "notify_all(peers, met + rank, call, WORLD)"
 
 
 @pytest.mark.sweep
@@ -373,7 +373,7 @@ TELL = "notify(peers, (rank + step) % WORLD, met"
         (COPY, f"{NOTIFY}\n            {COPY}", "race", {}),
         (NOTIFY, NOTIFY.replace(" peer,", " (peer + 1) % WORLD,"), "hang", {}),
         (NOTIFY, f"if number == 0:\n                {NOTIFY}", "hang", {}),
-        (TELL, "notify(peers, rank, met", "hang", {}),
+        (TELL, TELL.replace(", WORLD", ", WORLD - 1"), "hang", {}),
         ("gathered + half + come", "gathered + come", "wrong", {}),
         ("key <= position[:, None]", "key <= position[:, None] + 1", "wrong", {}),
         (

@@ -160,7 +160,7 @@ def test_a_buffer_that_takes_64_bits_to_count_is_refused() -> None:
 def test_large_shards_are_refused_by_the_low_latency_methods(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MAX_LL_BYTES", 128)
+    monkeypatch.setattr(module, "MAX_ONE_TRIP_BYTES", 128)
     assert "256 bytes; it must be at most 128 for ll" in refused(["ll"], torch.zeros(64), "ll")
 
 

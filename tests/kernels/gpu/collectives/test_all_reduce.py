@@ -94,9 +94,13 @@ def test_what_does_not_fit_is_refused() -> None:
     assert "chunk is 12; it must be a positive multiple of 8" in refused(["ll"], x, "ll", chunk=12)
 
 
-def test_large_tensors_are_refused_by_ll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LL_BYTES", 128)
-    assert "256 bytes; it must be at most 128 for ll" in refused(["ll"], torch.zeros(64), "ll")
+@pytest.mark.parametrize("method", ["ll", "one_shot"])
+def test_large_tensors_are_refused_by_methods_of_one_trip(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_ONE_TRIP_BYTES", 128)
+    said = refused([method], torch.zeros(64), method)
+    assert f"256 bytes; it must be at most 128 for {method}" in said
 
 
 def test_multimem_takes_a_multicast_address(tmp_path: Path) -> None:
@@ -122,8 +126,9 @@ def symptoms(faulty: ModuleType, method: str, wanted: str = "") -> set[str]:
     )
 
 
-WAIT = "        wait(peers, rank, index * WORLD + source, call)\n"
-WAIT_ROW = "        wait(peers, rank, first + index * COUNT + row, call)\n"
+WAIT = "wait_all(peers, rank, index * WORLD, call, WORLD)\n"
+WAIT_ROW = "wait_all(peers, rank, first + index * COUNT, call, COUNT)\n"
+TELL_ALL = "notify_all(peers, first + index * WORLD + rank, call, WORLD)"
 WAIT_PART = "        wait(peers, rank, first + index * WORLD + part, call)\n"
 
 
@@ -139,14 +144,15 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "old", "new", "symptom"),
     [
-        ("one_shot", WAIT_ROW, "        pass\n", "race"),
+        ("one_shot", WAIT_ROW, "pass\n", "race"),
         ("one_shot", "slot_of(call)", "0", "race"),
         ("one_shot", "notify(peers, peer", "notify(peers, (peer + 1) % WORLD", "race"),
-        ("two_shot", WAIT, "        pass\n", "race"),
+        ("two_shot", WAIT, "pass\n", "race"),
         ("two_shot", WAIT_PART, "", "race"),
-        ("two_shot", "peers, (rank + 1 + step)", "peers, (rank + 0 * step)", "hang"),
+        ("two_shot", TELL_ALL, TELL_ALL.replace(", WORLD)", ", WORLD - 1)"), "hang"),
         ("two_shot", "+ rank * numel\n    for", "+ (rank + 1) % WORLD * numel\n    for", "wrong"),
-        ("multimem", WAIT, "        pass\n", "race"),
+        ("multimem", WAIT, "pass\n", "race"),
+        ("multimem", TELL_ALL, TELL_ALL.replace(", WORLD)", ", WORLD - 1)"), "hang"),
         ("multimem", WAIT_PART, "", "race"),
         ("multimem", "peers, part,", "peers, (part + 1) % WORLD,", "race"),
         ("ll", "slot_of(call)", "0", "race"),

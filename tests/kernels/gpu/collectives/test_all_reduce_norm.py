@@ -154,18 +154,19 @@ def test_nothing_is_found_without_a_fault() -> None:
     assert is_right(module)
 
 
-WAIT = "            wait(peers, rank, row * WORLD + source, call)\n"
+WAIT = "wait_all(peers, rank, row * WORLD, call, WORLD)\n"
+TELL = "notify_all(peers, row * WORLD + rank, call, WORLD)"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "finding"),
     [
-        (WAIT, "            pass\n", "no order between"),
+        (WAIT, "pass\n", "no order between"),
         ("slot_of(call)", "0", "no order between"),
         ("row * WORLD + rank, call", "rank, call", "waits for all_reduce_rms_norm.signals"),
-        ("notify(peers, (rank + 1 + step) % WORLD", "notify(peers, rank", "waits for"),
+        (TELL, TELL.replace(", WORLD)", ", WORLD - 1)"), "waits for"),
         ("slot + rank * numel", "slot + rank * 0", "no order between"),
-        ("row * WORLD + source", "row * WORLD", "no order between"),
+        (WAIT, WAIT.replace("call, WORLD", "call, WORLD - 1"), "no order between"),
     ],
 )
 def test_a_fault_is_found(old: str, new: str, finding: str, tmp_path: Path) -> None:

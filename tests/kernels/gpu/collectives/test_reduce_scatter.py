@@ -134,12 +134,12 @@ def symptoms(faulty: ModuleType, *methods: str, wanted: str = "") -> set[str]:
     )
 
 
-WAIT = "        wait(peers, rank, first + index * COUNT + row, call)\n"
+WAIT = "wait_all(peers, rank, first + index * COUNT, call, COUNT)\n"
 WAIT_NODES = """            nvshmem.wait_across(
                 peers.buffers, sender, peers, first + at, across, at, rank, call, FAR
             )
 """
-WAIT_LOCAL = "wait(peers, rank, scattered + index * WORLD + row, call)\n"
+WAIT_LOCAL = "wait_all(peers, rank, scattered + index * WORLD + to_node * NODE, call, NODE)\n"
 
 
 @pytest.mark.sweep
@@ -152,7 +152,8 @@ def test_nothing_is_found_without_a_fault(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "old", "new", "symptom"),
     [
-        ("push", WAIT, "        pass\n", "race"),
+        ("push", WAIT, "pass\n", "race"),
+        ("push", WAIT, WAIT.replace("call, COUNT", "call, COUNT - 1"), "race"),
         ("two_level", WAIT_NODES, "            pass\n", "race"),
         ("two_level", WAIT_LOCAL, "pass\n", "race"),
         ("push", "slot_of(call)", "0", "race"),

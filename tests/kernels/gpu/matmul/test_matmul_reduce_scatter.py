@@ -249,9 +249,10 @@ def faulty_calls(faulty: ModuleType, name: str) -> list[str]:
     return findings(work)
 
 
-WAIT = "wait(peers, rank, tile * WORLD + source, call)"
-NOTIFY = "notify(peers, peer, tile * WORLD + rank, call)"
-PEER = "peer = (owner + step) % WORLD"
+WAIT = "wait_all(peers, rank, tile * WORLD, call, WORLD)"
+NOTIFY = "notify(peers, owner, tile * WORLD + rank, call)"
+NOTIFY_ALL = "notify_all(peers, tile * WORLD + rank, call, WORLD)"
+STORES = "for step in range(PEERS):"
 
 
 @pytest.mark.sweep
@@ -263,11 +264,28 @@ def test_nothing_is_found_without_a_fault(name: str) -> None:
 ORDER = "no order between"
 FAULTS = {
     "no wait": ([(WAIT, "pass")], ORDER),
-    "another's wait": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % WORLD"))], ORDER),
+    "another's wait": ([(WAIT, WAIT.replace("tile * WORLD", "(tile ^ 1) * WORLD"))], ORDER),
     "one slot": ([("first = slot_of(call) * slot_numel", "first = 0 * slot_numel")], ORDER),
-    "wrong rank": ([(NOTIFY, NOTIFY.replace(" peer", " (peer + WORLD - 1) % WORLD"))], ORDER),
-    "no signal": ([(NOTIFY, f"if rank != 1:\n            {NOTIFY}")], "no rank can go on"),
-    "early signal": ([(PEER, f"{PEER}\n        {NOTIFY}")], ORDER),
+    "wrong rank": (
+        [
+            (NOTIFY, NOTIFY.replace(" owner", " (owner + WORLD - 1) % WORLD")),
+            (NOTIFY_ALL, NOTIFY_ALL.replace("+ rank", "+ (rank + 1) % WORLD")),
+        ],
+        ORDER,
+    ),
+    "no signal": (
+        [(each, f"if rank != 1:\n            {each}") for each in (NOTIFY, NOTIFY_ALL)],
+        "no rank can go on",
+    ),
+    "early signal": (
+        [
+            (
+                STORES,
+                f"if PEERS == 1:\n        {NOTIFY}\n    else:\n        {NOTIFY_ALL}\n    {STORES}",
+            )
+        ],
+        ORDER,
+    ),
 }
 
 
@@ -285,9 +303,9 @@ def test_faults_are_found(name: str, fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('value, sem="release"', 'value, sem="relaxed"'),
-        ('value, sem="release", scope="sys")', 'value, sem="release", scope="gpu")'),
-        ('0, sem="acquire"', '0, sem="relaxed"'),
+        ('sem="release"', 'sem="relaxed"'),
+        ('sem="release", scope="sys")', 'sem="release", scope="gpu")'),
+        ('sem="acquire"', 'sem="relaxed"'),
     ],
     ids=["relaxed release", "release within one GPU", "relaxed acquire"],
 )

@@ -22,9 +22,10 @@ from weft.kernels.check.ops.rows import ROW_OPS
 from weft.kernels.check.ops.table import OPS
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import CheckedHome, RankError, run
+from weft.kernels.gpu.runtime import workspace as workspace_module
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.runtime.signals import polls_left, report
-from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.runtime.workspace import Workspace, counted_together
 from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
@@ -242,3 +243,66 @@ def test_a_rank_that_never_comes_is_reported(name: str) -> None:
     op.call([tensor[0] for tensor in tensors], workspace, sizes)
     with pytest.raises(KernelError, match=r"rank 0 gave up waiting .* to reach 1; it is"):
         workspace.check()
+
+
+# Calls that are counted together.
+
+
+def test_calls_count_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six calls in a row, the device counts four when its table is full, then two."""
+    monkeypatch.setattr(workspace_module, "AHEAD", 4)
+    sizes = Sizes(2, 6, 20, 16, F32, BLOCKS)
+    op = NAMED["matmul_all_reduce"]
+    given = [operands(op, sizes) for _ in range(7)]
+    counts: list[list[int]] = []
+    races = RaceDetector()
+
+    def work(home: Home) -> list[Tensor]:
+        workspace = op.workspace(home, sizes)
+        outs, seen = [], []
+
+        def again(tensors: list[list[Tensor]]) -> None:
+            outs.append(op.call([each[home.rank] for each in tensors], workspace, sizes))
+            seen.append(int(workspace.calls))
+
+        with counted_together([workspace]):
+            for tensors in given[:6]:
+                again(tensors)
+        again(given[6])
+        workspace.check()
+        counts.append(seen)
+        return outs
+
+    launched: list[str] = []
+    launch = InterpretedFunction.run
+
+    def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(self.__name__)
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", listen)
+    by_rank = run(work, 2, races=races)
+    assert races.findings == []
+    assert counts == [[1, 2, 3, 4, 5, 6, 7]] * 2
+    assert launched.count("count_calls") == 2 * 3
+    for outs in by_rank:
+        for got, tensors in zip(outs, given, strict=True):
+            close(got, op.oracle(*tensors)[0], F32)
+
+
+def test_a_step_that_fails_counts_its_calls() -> None:
+    home = VirtualHome(VirtualWorld(1), 0)
+    op, sizes = NAMED["matmul_all_reduce"], Sizes(1, 6, 20, 16, F32, BLOCKS)
+    with interpreter.installed():
+        workspace = op.workspace(home, sizes)
+        tensors = [each[0] for each in operands(op, sizes)]
+
+        def fail() -> None:
+            with counted_together([workspace]):
+                op.call(tensors, workspace, sizes)
+                raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            fail()
+        op.call(tensors, workspace, sizes)
+    assert workspace.calls.item() == 2

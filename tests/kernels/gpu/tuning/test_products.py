@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from weft.kernels.gpu.tuning.costs import GPUS, Gpu, Problem, cost, space
-from weft.kernels.gpu.tuning.products import Product, predicted, two_ways
+from weft.kernels.gpu.tuning.products import EXCHANGES, Product, predicted, three_ways
 
 BEGIN, END, SUM = Product(768, 4096), Product(4096, 512), Product(4096, 0)
 
 
 def seconds(device: Gpu, rows: int, sums: tuple[Product, ...] = ()) -> list[float]:
-    """Of a layer's two products on eight ranks, both ways."""
-    ways = two_ways(8, [BEGIN], [END], sums)
+    """Of a layer's two products on eight ranks, all three ways."""
+    ways = three_ways(8, [BEGIN], [END], sums)
     return [predicted(way, rows, "bfloat16", device) for way in ways]
 
 
 def test_a_way_takes_its_ops_cheapest_configurations() -> None:
     (device,) = (gpu for gpu in GPUS if gpu.name == "H100")
-    few, many = seconds(device, 64, (SUM,))
+    few, medium, many = seconds(device, 64, (SUM,))
 
     def cheapest(op: str, world_size: int, product: Product, *methods: str) -> float:
         problem = Problem(op, world_size, 64, product.n, product.k)
@@ -27,7 +27,12 @@ def test_a_way_takes_its_ops_cheapest_configurations() -> None:
     assert few == pytest.approx(
         cheapest("all_gather_matmul", 1, BEGIN, "push")
         + cheapest("matmul_all_reduce", 8, END, "one_shot")
-        + cheapest("all_reduce", 8, SUM, "one_shot", "two_shot")
+        + cheapest("all_reduce", 8, SUM, *EXCHANGES["all_reduce"])
+    )
+    assert medium == pytest.approx(
+        cheapest("all_gather_matmul", 1, BEGIN, "push")
+        + cheapest("all_gather_matmul", 1, END, "push")
+        + 2 * cheapest("all_reduce", 8, SUM, *EXCHANGES["all_reduce"])
     )
     assert many == pytest.approx(
         cheapest("all_gather_matmul", 8, BEGIN, "push")
@@ -40,7 +45,15 @@ def test_a_way_takes_its_ops_cheapest_configurations() -> None:
 @pytest.mark.parametrize("device", GPUS, ids=[gpu.name for gpu in GPUS])
 def test_the_ways_cross(device: Gpu) -> None:
     """A few rows are faster on all ranks, and many are faster in parts."""
-    few, many = seconds(device, 16, (SUM,))
-    assert few < many
-    few, many = seconds(device, 4096, (SUM,))
-    assert few > many
+    few, medium, many = seconds(device, 16, (SUM,))
+    assert few < min(medium, many)
+    few, medium, many = seconds(device, 4096, (SUM,))
+    assert many < min(few, medium)
+
+
+def test_between_few_and_many_rows_an_all_reduce_follows() -> None:
+    """A decode step of a 70B with 128 users on eight H100s sent 15 MB for each product."""
+    (device,) = (gpu for gpu in GPUS if gpu.name == "H100")
+    ways = three_ways(8, [Product(1280, 8192), Product(7168, 8192)], [Product(8192, 3584)], [])
+    few, medium, many = (predicted(way, 128, "bfloat16", device) for way in ways)
+    assert medium < min(few, many)
