@@ -167,6 +167,19 @@ void weft_layers(const AttentionLayer* attention, const MlpLayer* mlp, int64_t c
 // x [rows, n] -> the largest of each row, or NaN if it has one, and where that is first.
 void weft_argmax(const weft::bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index);
 
+// How a row's token is drawn; see models/torch/draw.py. Fractions are in units of 2^-48.
+struct Draw {
+  int64_t row;           // of the logits
+  float temperature;     // at which one logit less halves a weight
+  float min_log_weight;  // log2 of the smallest weight that is kept
+  int64_t top_k;         // n keeps all
+  int64_t tail;          // the fraction that top-p cuts off
+  int64_t u;             // the uniform number
+};
+// logits [*, n], float32 or bfloat16, rows at this stride -> a token for each draw.
+void weft_draw(const void* logits, int32_t is_float, int64_t stride, int64_t n, const Draw* draws,
+               int64_t count, int64_t* tokens);
+
 // halvings [n], 0 at most -> floor(2^(40 + halvings)).
 void weft_weigh(const float* halvings, int64_t n, int64_t* weights);
 }

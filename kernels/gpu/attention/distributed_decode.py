@@ -380,8 +380,8 @@ def distributed_decode_attention(
         parts = torch.empty((splits, rows, dim), dtype=torch.float32, device=q.device)
         parts_lse = torch.empty((splits, rows), dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
-    peers, dtype = workspace.peers(workspace.ll), triton_type(q.dtype)
     workspace.begin()
+    peers, dtype = workspace.peers(workspace.ll), triton_type(q.dtype)
     attend_and_send[(requests * splits, heads // group)](
         q=q,
         cache=Cache(keys, values, k_scale, v_scale),

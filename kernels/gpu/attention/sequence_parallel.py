@@ -450,10 +450,11 @@ def sequence_parallel_attention(
         return out
     parts = 2 if zigzag else 1
     length = m // parts
-    peers, dtype = workspace.peers(), triton_type(q.dtype)
+    dtype = triton_type(q.dtype)
     begun = None
     with workspace.beside():
         workspace.begin()
+        peers = workspace.peers()
         if q.is_cuda:
             begun = torch.cuda.current_stream(q.device).record_event()
         if size > 1:

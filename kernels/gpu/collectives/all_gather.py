@@ -323,8 +323,8 @@ def _collect(
 
 def _copy_engine(x: Tensor, out: Tensor, workspace: AllGatherWorkspace) -> None:
     size, rank, numel = workspace.world_size, workspace.rank, x.numel()
-    peers = workspace.peers()
     workspace.begin()
+    peers = workspace.peers()
     meet[(1,)](peers=peers, rank=rank, first=workspace.met, WORLD=size)
     for step in range(size):
         peer = (rank + step) % size

@@ -398,9 +398,9 @@ def grouped_matmul_reduce_scatter(
     if not out.numel():
         return out
     places = x.new_full((size, pairs), -1, dtype=torch.int32)
-    peers, rank, wire = workspace.peers(), workspace.rank, triton_type(workspace.dtype)
     form = form_of(tiling, weights, epilogue, m, k)
     workspace.begin()
+    peers, rank, wire = workspace.peers(), workspace.rank, triton_type(workspace.dtype)
     find_pairs[(-(-pairs // BLOCK), size)](
         plans=plans,
         places=places,

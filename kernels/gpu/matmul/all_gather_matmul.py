@@ -347,11 +347,12 @@ def all_gather_matmul(
     out = x_shard.new_empty(size * m, columns, dtype=epilogue.dtype(x_shard.dtype))
     if not m or not (n or gathered is not None):
         return out
-    peers, scales, rank = workspace.peers(), Slots.of(workspace.scales), workspace.rank
+    scales, rank = Slots.of(workspace.scales), workspace.rank
     dtype = triton_type(x_shard.dtype)
     begun = None
     with workspace.beside():
         workspace.begin()
+        peers = workspace.peers()
         if x_shard.is_cuda:
             begun = torch.cuda.current_stream(x_shard.device).record_event()
         if size > 1:

@@ -297,7 +297,7 @@ class Workspace:
         self.barrier()
 
     def begin(self) -> None:
-        """Count a call. The op's kernels come next."""
+        """Count a call. The op's kernels come next, with `peers` from here on."""
         if not self._together or self._ahead == AHEAD - 1:
             self._count(self._ahead + 1)
         else:
