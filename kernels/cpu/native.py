@@ -26,7 +26,7 @@ from torch import Tensor
 FILE = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
 """The library, if it was built."""
 
-VERSION = 1
+VERSION = 2
 """The version both sides must have; csrc/weft.h."""
 
 COLUMNS = 32
@@ -197,7 +197,7 @@ _SIGNATURES = {
         *(POINTER(AttentionLayer), POINTER(MlpLayer), c_int64, POINTER(Batch)),
         *(c_void_p, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p), c_void_p),
     ),
-    "weft_argmax": (c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+    "weft_argmax": (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p),
     "weft_draw": (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p),
     "weft_weigh": (c_void_p, c_int64, c_void_p),
 }

@@ -37,7 +37,7 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         float32 [R], int64 [R].
     """
-    if not (x.is_cpu and native.supports(x.dtype)):
+    if not _passes(x):
         # max propagates NaN, and is several times faster than argmax in bfloat16.
         largest, index = x.max(dim=-1)
         return largest.float(), index
@@ -45,9 +45,16 @@ def argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.empty(len(x), dtype=torch.float32)
     index = torch.empty(len(x), dtype=torch.int64)
     native.kernels().weft_argmax(
-        x.data_ptr(), len(x), x.shape[1], largest.data_ptr(), index.data_ptr()
+        *(x.data_ptr(), x.dtype == torch.float32, len(x), x.shape[1]),
+        *(largest.data_ptr(), index.data_ptr()),
     )
     return largest, index
+
+
+def _passes(x: Tensor) -> bool:
+    """True if compiled kernels pass over rows like these."""
+    compiled = x.dtype in (torch.float32, torch.bfloat16) and native.library() is not None
+    return x.is_cpu and compiled
 
 
 def weigh(log2: Tensor) -> Tensor:
@@ -81,12 +88,7 @@ DRAW = np.dtype(
 
 def draws(x: Tensor) -> bool:
     """True if `draw` takes these logits here."""
-    return (
-        x.is_cpu
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and x.stride(-1) == 1
-        and native.library() is not None
-    )
+    return _passes(x) and x.stride(-1) == 1
 
 
 def draw(x: Tensor, how: npt.NDArray[np.void]) -> Tensor:

@@ -10,9 +10,10 @@ exact, decide which tokens are kept. A row's token is therefore a function of it
 settings and number, bit for bit. It depends neither on the number of ranks that share the
 vocabulary nor on the rest of the batch.
 
-If few tokens can be drawn, they are among each rank's most likely ones, and all ranks gather these.
-Otherwise ranks exchange the sums of their weights; the rank whose part contains the number names
-the token.
+On CPUs with compiled kernels and a whole vocabulary, csrc/draw.cpp computes the same in place.
+Elsewhere torch does. If few tokens can be drawn, they are among each rank's most likely ones, and
+all ranks gather these. Otherwise ranks exchange the sums of their weights; the rank whose part
+contains the number names the token.
 
 The uniform number is SplitMix64's finaliser (Steele, Lea and Flood 2014) applied to (seed, index).
 There is no generator state to keep, move or replay.
@@ -24,11 +25,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.kernels.cpu.sampling import BITS, weigh
+from weft.kernels.cpu import sampling
+from weft.kernels.cpu.sampling import BITS, DRAW, weigh
 from weft.models.interface import SlotSampling
 from weft.models.torch.logits import Logits
 
@@ -93,6 +96,21 @@ class _Rows:
     min_log_weight: Tensor
     u: Tensor
 
+    @classmethod
+    def of(cls, logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> _Rows:
+        """Prepare what `draw` was given, or `draw_in_place`."""
+        columns, device = logits.shape[1], u.device
+        temperature = torch.tensor([s.temperature for s in settings], device=device)
+        top_k = [s.top_k if 0 < s.top_k < columns else columns for s in settings]
+        return cls(
+            logits,
+            temperature.mul_(math.log(2)).clamp_(min=torch.finfo(torch.float32).tiny),
+            torch.tensor(top_k, device=device),
+            torch.tensor([round((1 - s.top_p) * ONE) for s in settings], device=device),
+            torch.tensor([math.log2(s.min_p or 2.0**-149) for s in settings], device=device),
+            (u * ONE).long(),
+        )
+
     def select(self, rows: list[int]) -> _Rows:
         """Select rows."""
         if rows == list(range(len(self.u))):
@@ -123,6 +141,32 @@ class _Rows:
         return (total - share_of(self.tail, total)).clamp(min=1).minimum(total)
 
 
+def draws_in_place(logits: Logits) -> bool:
+    """True if `draw_in_place` takes these logits."""
+    return logits.group.size == 1 and sampling.draws(logits.local)
+
+
+def draw_in_place(
+    logits: Logits, rows: Sequence[int], settings: Sequence[SlotSampling], u: Tensor
+) -> Tensor:
+    """Draw one token from each of some rows, as `draw` does.
+
+    Args:
+        logits: [S, V]; `draws_in_place` is true.
+        rows: D of the rows, whose logits are finite or -inf.
+        settings, u: as for `draw`, one entry per drawn row.
+
+    Returns:
+        int64 [D].
+    """
+    of = _Rows.of(logits, settings, u)
+    how = np.zeros(len(rows), DRAW)
+    how["row"] = rows
+    for name in ("temperature", "min_log_weight", "top_k", "tail", "u"):
+        how[name] = getattr(of, name).numpy()
+    return sampling.draw(logits.local, how)
+
+
 def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
     """Draw one token from each row.
 
@@ -134,17 +178,11 @@ def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
     Returns:
         int64 [R]; the same on all ranks. 0 if all logits are -inf.
     """
+    if draws_in_place(logits):
+        return draw_in_place(logits, range(len(logits)), settings, u)
     vocab_size, device = logits.shape[1], u.device
-    temperature = torch.tensor([s.temperature for s in settings], device=device)
-    top_k = [s.top_k if 0 < s.top_k < vocab_size else vocab_size for s in settings]
-    rows = _Rows(
-        logits,
-        temperature.mul_(math.log(2)).clamp_(min=torch.finfo(torch.float32).tiny),
-        torch.tensor(top_k, device=device),
-        torch.tensor([round((1 - s.top_p) * ONE) for s in settings], device=device),
-        torch.tensor([math.log2(s.min_p or 2.0**-149) for s in settings], device=device),
-        (u * ONE).long(),
-    )
+    rows = _Rows.of(logits, settings, u)
+    top_k: list[int] = rows.top_k.tolist()
     widths = [_num_candidates(k, s, vocab_size) for k, s in zip(top_k, settings, strict=True)]
     narrow = [i for i, width in enumerate(widths) if width]
     whole_rows = [i for i, width in enumerate(widths) if not width]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
 from weft.models.memory.activations import CHUNK_LOGITS
-from weft.models.torch.draw import draw, uniform
+from weft.models.torch.draw import draw, draw_in_place, draws_in_place, uniform
 from weft.models.torch.logits import Logits
 
 
@@ -130,9 +130,16 @@ class Sampler:
         status = torch.where(finite, FINITE, NOT_FINITE).to(torch.int32)
 
         masked = {} if masks is None else {row: i for i, row in enumerate(masks.rows)}
-        special = [
-            i for i, s in enumerate(settings) if i in masked or not _is_plain_greedy(s, index[i])
-        ]
+        random = [i for i, s in enumerate(settings) if s.temperature > 0.0]
+        changed = {i for i, s in enumerate(settings) if i in masked or _changes_logits(s, index[i])}
+        special = sorted(changed.union(random))
+        if draws_in_place(logits):  # logits that nothing changes need no copy
+            changed.update((~finite).nonzero().flatten().tolist())
+            if rows := [i for i in random if i not in changed]:
+                chosen = [settings[i] for i in rows]
+                u = uniform([s.seed for s in chosen], [index[i] for i in rows])
+                token_ids[rows] = draw_in_place(logits, rows, chosen, u)
+            special = [i for i in special if i in changed]
         step = max(1, CHUNK_LOGITS[logits.local.device.type] // logits.each)
         for start in range(0, len(special), step):
             rows = special[start : start + step]
@@ -238,12 +245,12 @@ class Sampler:
             self._history = wider
 
 
-def _is_plain_greedy(settings: SlotSampling, index: int) -> bool:
-    return (
-        settings.temperature == 0.0
-        and not settings.needs_history
-        and not settings.logit_bias
-        and (index >= settings.min_tokens or not settings.end_token_ids)
+def _changes_logits(settings: SlotSampling, index: int) -> bool:
+    """True if a request's settings change its logits, at this output index."""
+    return bool(
+        settings.needs_history
+        or settings.logit_bias
+        or (index < settings.min_tokens and settings.end_token_ids)
     )
 
 

@@ -7,18 +7,21 @@
 
 using namespace weft;
 
-void weft_argmax(const bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index) {
+namespace {
+
+template <typename Number>
+void find_largest(const Number* x, int64_t rows, int64_t n, float* largest, int64_t* index) {
 #pragma omp parallel for schedule(dynamic) if (rows > 1)
   for (int64_t r = 0; r < rows; ++r) {
-    const bf16* row = x + r * n;
-    const auto numbers = [&](int64_t i) { return load_bf16(row + i, first_lanes(n - i)); };
+    const Number* row = x + r * n;
+    const auto numbers = [&](int64_t i) { return load_any(row + i, first_lanes(n - i)); };
     __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     __m512 tops[4] = {top, top, top, top};
     __mmask16 nan = 0;
     int64_t at = 0;
     for (; at + 64 <= n; at += 64)
       for (int j = 0; j < 4; ++j) {
-        const __m512 v = load_bf16(row + at + j * 16);
+        const __m512 v = load_any(row + at + j * 16);
         nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
         tops[j] = _mm512_max_ps(tops[j], v);
       }
@@ -40,4 +43,14 @@ void weft_argmax(const bf16* x, int64_t rows, int64_t n, float* largest, int64_t
       }
     }
   }
+}
+
+}  // namespace
+
+void weft_argmax(const void* x, int32_t is_float, int64_t rows, int64_t n, float* largest,
+                 int64_t* index) {
+  if (is_float)
+    find_largest(static_cast<const float*>(x), rows, n, largest, index);
+  else
+    find_largest(static_cast<const bf16*>(x), rows, n, largest, index);
 }

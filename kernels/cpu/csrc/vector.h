@@ -41,6 +41,17 @@ inline __m512 load_bf16(const bf16* p, __mmask16 lanes = 0xffff) {
   return widen(_mm256_maskz_loadu_epi16(lanes, p));
 }
 
+template <typename Number>
+__m512 load_any(const Number* p, __mmask16 lanes = 0xffff);
+template <>
+inline __m512 load_any(const bf16* p, __mmask16 lanes) {
+  return load_bf16(p, lanes);
+}
+template <>
+inline __m512 load_any(const float* p, __mmask16 lanes) {
+  return _mm512_maskz_loadu_ps(lanes, p);
+}
+
 inline void store_bf16(bf16* p, __m512 x, __mmask16 lanes = 0xffff) {
   _mm256_mask_storeu_epi16(p, lanes, narrow(x));
 }

@@ -74,7 +74,7 @@ extern "C" {
 
 // Of what is declared here: to be raised with every change, here and in native.py, which takes no
 // library of another version.
-constexpr int32_t WEFT_VERSION = 1;
+constexpr int32_t WEFT_VERSION = 2;
 int32_t weft_version();
 
 // A weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
@@ -164,8 +164,10 @@ void weft_layers(const AttentionLayer* attention, const MlpLayer* mlp, int64_t c
                  const weft::bf16* sin, weft::bf16* const* keys, weft::bf16* const* values,
                  weft::bf16* out);
 
-// x [rows, n] -> the largest of each row, or NaN if it has one, and where that is first.
-void weft_argmax(const weft::bf16* x, int64_t rows, int64_t n, float* largest, int64_t* index);
+// x [rows, n], float32 or bfloat16 -> the largest of each row, or NaN if it has one, and where that
+// is first.
+void weft_argmax(const void* x, int32_t is_float, int64_t rows, int64_t n, float* largest,
+                 int64_t* index);
 
 // How a row's token is drawn; see models/torch/draw.py. Fractions are in units of 2^-48.
 struct Draw {

@@ -53,6 +53,9 @@ from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype,
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home
 
+SMALL = tl.constexpr(2048)
+"""Numbers in a tile, up to which the parts from all ranks fit the registers."""
+
 BLOCK_M, BLOCK_N = 16, 64
 """Default sides of the smallest tile that a workspace has signals for."""
 
@@ -113,6 +116,21 @@ def tile_offsets(
 
 
 @triton.jit
+def load_part(partials, peers, call, source, row, column, m, N, FORM: tl.constexpr):
+    """Load a source rank's partial result for a tile: float32 [BLOCK_M, BLOCK_N]."""
+    BLOCK_M: tl.constexpr = FORM.block_m
+    BLOCK_N: tl.constexpr = FORM.block_n
+    place = tile_offsets(call, source, row, column, m, N, peers.slot_numel, BLOCK_M, BLOCK_N)
+    if FORM.even_m and FORM.even_n:
+        part = tl.load(partials + place)
+    else:
+        at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        inside = (at_m[:, None] < m) & (at_n[None, :] < N)
+        part = tl.load(partials + place, mask=inside, other=0.0)
+    return part.to(tl.float32)
+
+
+@triton.jit
 def reduce_tile(
     bias,  # [N], or None
     residual,  # [m, N'], or None
@@ -136,16 +154,14 @@ def reduce_tile(
     row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     row, column = row * BLOCK_M, column * BLOCK_N
     partials = peer_pointer(peers.buffers, rank, dtype)
-    at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     wait_all(peers, rank, tile * WORLD, call, WORLD)
-    for source in tl.static_range(WORLD):  # unrolled: all loads are on their way together
-        place = tile_offsets(call, source, row, column, m, N, peers.slot_numel, BLOCK_M, BLOCK_N)
-        if EVEN:
-            total += tl.load(partials + place).to(tl.float32)
-        else:
-            inside = (at_m[:, None] < m) & (at_n[None, :] < N)
-            total += tl.load(partials + place, mask=inside, other=0.0).to(tl.float32)
+    if BLOCK_M * BLOCK_N <= SMALL:  # unrolled: all loads are on their way together
+        for source in tl.static_range(WORLD):
+            total += load_part(partials, peers, call, source, row, column, m, N, FORM)
+    else:
+        for source in range(WORLD):
+            total += load_part(partials, peers, call, source, row, column, m, N, FORM)
     finish(total, bias, residual, out, row, m, column, N, N, SILU, EVEN)
 
 

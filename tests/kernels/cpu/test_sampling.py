@@ -20,14 +20,22 @@ from weft.kernels.cpu.sampling import ONE, argmax, weigh
     levels=st.sampled_from([1, 3, 10_000]),
     scale=st.sampled_from([-1.0, 1.0, math.inf]),
     nan=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     compiled=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_argmax_is_the_first_of_the_largest(
-    rows: int, n: int, levels: int, scale: float, nan: bool, compiled: bool, seed: int
+    rows: int,
+    n: int,
+    levels: int,
+    scale: float,
+    nan: bool,
+    dtype: torch.dtype,
+    compiled: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    x = ((torch.randint(levels, (rows, n)) - levels // 2) * scale).nan_to_num(0.5).bfloat16()
+    x = ((torch.randint(levels, (rows, n)) - levels // 2) * scale).nan_to_num(0.5).to(dtype)
     x = x + 0 if scale == math.inf else x - 7  # all below zero, too
     if nan and rows:
         x[0, seed % n] = torch.nan

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import compiled_kernels
 from torch import Tensor
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -439,3 +440,82 @@ def test_a_row_whose_tokens_are_all_impossible_gets_some_token() -> None:
     sampled = run(logits, slots, masks=mask_of({0: [3], 1: [4]}, 40))
     assert sampled.status.tolist() == [FINITE, FINITE]
     assert all(0 <= token < 40 for token in sampled.token_ids.tolist())
+
+
+# Compiled kernels draw in place (kernels/cpu/csrc/draw.cpp); torch's operators are their oracle.
+
+TEMPERATURES = st.sampled_from([1e-3, 0.3, 1.0, 2.0, 100.0])
+TOP_K = st.sampled_from([0, 1, 3, 50, 700, 10**9])
+TOP_P = st.sampled_from([1.0, 0.999999, 0.95, 0.5, 1e-9])
+MIN_P = st.sampled_from([0.0, 0.05, 0.9, 1.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(TEMPERATURES, TOP_K, TOP_P, MIN_P), min_size=1, max_size=6),
+    columns=st.sampled_from([1, 2, 63, 64, 65, 1000, 9000]),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 5.0, 60.0]),
+    impossible=st.sampled_from([0.0, 0.5, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_kernels_draw_the_tokens_of_torchs_operators(
+    shapes: list[tuple[float, int, float, float]],
+    columns: int,
+    spread: float,
+    impossible: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Flat, equal, peaked and impossible logits; nuclei of a few tokens, and of nearly all."""
+    torch.manual_seed(seed)
+    local = (spread * torch.randn(len(shapes), columns)).to(dtype)
+    local[torch.rand(local.shape) < impossible] = -torch.inf
+    slots = [
+        SlotSampling(i, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for i, (temperature, top_k, top_p, min_p) in enumerate(shapes)
+    ]
+    u = torch.rand(len(shapes), dtype=torch.float64)
+    u[0] = (0.0, 1 - 2.0**-48)[seed % 2]
+    with compiled_kernels(True):
+        logits = Logits.whole(local)
+        assert draw_module.draws_in_place(logits)
+        got = draw_module.draw_in_place(logits, range(len(shapes)), slots, u)
+    with pytest.MonkeyPatch.context() as patch:  # with the compiled weights, in another order
+        patch.setattr(draw_module, "draws_in_place", lambda logits: False)
+        expected = draw_module.draw(Logits.whole(local.float()), slots, u)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_that_nothing_changes_are_drawn_without_a_copy(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside rows with a penalty, a mask, a bias, or NaN, which are copied."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 300).bfloat16()
+    logits[5, 7] = torch.nan
+    slots = [
+        SlotSampling(0, temperature=1.0, seed=1),
+        SlotSampling(1, temperature=1.0, seed=2, frequency_penalty=0.5),
+        SlotSampling(2, temperature=0.0),
+        SlotSampling(3, temperature=1.0, seed=3, top_k=20),
+        SlotSampling(4, temperature=1.0, seed=4, logit_bias={9: 50.0}),
+        SlotSampling(5, temperature=1.0, seed=5),
+    ]
+    masks = mask_of({3: [4]}, 300)
+    copied: list[int] = []
+    choose = Sampler._choose
+
+    def noting(self: Sampler, logits: Logits, *rest: Any) -> Tensor:
+        copied.append(len(logits))
+        return choose(self, logits, *rest)
+
+    monkeypatch.setattr(Sampler, "_choose", noting)
+    with compiled_kernels(compiled):
+        sampled = run(logits, slots, masks=masks)
+    assert copied == [4 if compiled else 5]
+    assert sampled.token_ids[2:5].tolist() == [int(logits[2].argmax()), 4, 9]
+    assert sampled.status.tolist() == [FINITE] * 5 + [NOT_FINITE]
+    alone = run(logits[:1].float(), slots[:1])
+    assert sampled.token_ids[0] == alone.token_ids[0]

@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,9 @@ def samples() -> list[Case]:
 def is_wrong(op: Any) -> bool:
     for case in samples():
         try:
-            close(case, 16, *attend(case, 16, op, splits=2, blocks=(16, 16)))
+            with warnings.catch_warnings():  # faulty kernels compute anything
+                warnings.simplefilter("ignore", RuntimeWarning)
+                close(case, 16, *attend(case, 16, op, splits=2, blocks=(16, 16)))
         except AssertionError:
             return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -264,14 +265,14 @@ def test_nothing_is_found_without_a_fault(name: str) -> None:
 ORDER = "no order between"
 FAULTS = {
     "no wait": ([(WAIT, "pass")], ORDER),
-    "another's wait": ([(WAIT, WAIT.replace("tile * WORLD", "(tile ^ 1) * WORLD"))], ORDER),
+    "one wait less": ([(WAIT, WAIT.replace("call, WORLD", "call, WORLD - 1"))], ORDER),
     "one slot": ([("first = slot_of(call) * slot_numel", "first = 0 * slot_numel")], ORDER),
     "wrong rank": (
         [
             (NOTIFY, NOTIFY.replace(" owner", " (owner + WORLD - 1) % WORLD")),
-            (NOTIFY_ALL, NOTIFY_ALL.replace("+ rank", "+ (rank + 1) % WORLD")),
+            (NOTIFY_ALL, NOTIFY_ALL.replace(", WORLD)", ", WORLD - 1)")),
         ],
-        ORDER,
+        r"no order between|no rank can go on",
     ),
     "no signal": (
         [(each, f"if rank != 1:\n            {each}") for each in (NOTIFY, NOTIFY_ALL)],
@@ -295,7 +296,7 @@ FAULTS = {
 def test_faults_are_found(name: str, fault: str, tmp_path: Path) -> None:
     changes, message = FAULTS[fault]
     found = faulty_calls(planted(module, tmp_path, *changes), name)
-    assert any(message in finding for finding in found)
+    assert any(re.search(message, finding) for finding in found)
 
 
 @pytest.mark.sweep

@@ -277,7 +277,7 @@ def test_a_node_with_other_versions_is_refused(
 def test_a_node_that_leaves_before_all_are_there_is_forgotten(
     listener: JoinListener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "weft.serving.executor.nodes.join_listener")
 
     def wait_until(text: str) -> None:
         deadline = time.monotonic() + 60

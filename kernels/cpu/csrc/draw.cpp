@@ -1,0 +1,287 @@
+// Tokens drawn at random, one for each row of logits: what models/torch/draw.py computes, bit for
+// bit, in few passes over a row.
+//
+// A row is cut into blocks of 64 tokens. The first pass keeps each block's largest logit. Later
+// passes then skip blocks without a token that counts:
+//
+//   top-k    The k-th largest of the blocks' maxima is at most the k-th largest logit. So only
+//            logits from there on are collected, some hundreds, and sorted.
+//   top-p    The sum of all weights takes a pass. If the likeliest tokens of some hundred blocks do
+//            not reach the mass, the weights are added up by range, and the range that decides is
+//            sorted.
+//   draw     A pass over the kept tokens leaves each block's sum, which finds the block, then the
+//            token.
+//
+// Weights are whole numbers, so their sums are exact in any order; see weigh.cpp.
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "vector.h"
+
+using namespace weft;
+
+namespace {
+
+constexpr int64_t BLOCK = 64;
+constexpr int64_t WIDE = 256;    // blocks from which the nucleus is collected first
+constexpr int RANGES = 1024;     // of the logarithms of weights
+constexpr int COPIES = 4;        // of the ranges' sums: additions to one wait for each other
+constexpr float LOWEST = -42.f;  // below it, a weight is 0
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// The part of a total that fits a fraction in units of 2^-48, rounded down.
+int64_t share(int64_t fraction, int64_t total) {
+  return static_cast<int64_t>((static_cast<__int128>(fraction) * total) >> 48);
+}
+
+__m512i low_weights(__m512 weight) {
+  return _mm512_cvttps_epi64(_mm512_castps512_ps256(weight));
+}
+__m512i high_weights(__m512 weight) {
+  return _mm512_cvttps_epi64(_mm512_extractf32x8_ps(weight, 1));
+}
+
+struct Scratch {
+  std::vector<float> tops;       // of each block, scaled
+  std::vector<float> scaled;     // of each token, if kept
+  std::vector<float> collected;  // scaled logits
+  std::vector<int64_t> weights;  // theirs
+  std::vector<int64_t> sums;     // of each block
+  std::vector<int64_t> masses;   // of each range
+};
+
+template <typename Number>
+class Row {
+ public:
+  Row(const Number* logits, int64_t n, const Draw& draw, Scratch& scratch)
+      : logits_(logits), n_(n), draw_(draw), scratch_(scratch), blocks_((n + BLOCK - 1) / BLOCK) {
+    scratch_.tops.resize(blocks_);
+    float* tops = scratch_.tops.data();
+    largest_ = -INFINITE;
+    for (int64_t b = 0; b < blocks_; ++b) {
+      __m512 top = _mm512_set1_ps(-INFINITE);
+      for (int64_t i = b * BLOCK; i < std::min(n_, (b + 1) * BLOCK); i += 16) {
+        const __mmask16 lanes = first_lanes(n_ - i);
+        top = _mm512_mask_max_ps(top, lanes, top, load_any(logits_ + i, lanes));
+      }
+      tops[b] = _mm512_reduce_max_ps(top);
+      largest_ = std::max(largest_, tops[b]);
+    }
+    if (largest_ == -INFINITE) largest_ = 0.f;
+    for (int64_t b = 0; b < blocks_; ++b) tops[b] = scale(tops[b]);
+  }
+
+  int64_t token() {
+    float floor = -INFINITE;
+    if (draw_.top_k < n_) floor = kth();
+    if (draw_.tail > 0) floor = std::max(floor, nucleus(floor));
+    floor = std::max(floor, draw_.min_log_weight);
+    return pick(floor);
+  }
+
+ private:
+  float scale(float logit) const { return (logit - largest_) / draw_.temperature; }
+
+  __m512 scaled(int64_t i, __mmask16 lanes) const {
+    if (stored_) return _mm512_maskz_loadu_ps(lanes, scratch_.scaled.data() + i);
+    const __m512 shifted = _mm512_sub_ps(load_any(logits_ + i, lanes), _mm512_set1_ps(largest_));
+    return _mm512_div_ps(shifted, _mm512_set1_ps(draw_.temperature));
+  }
+
+  // Keeps all scaled logits, for the passes to come: a division takes longer than a load.
+  void store() {
+    scratch_.scaled.resize(n_);
+    for (int64_t i = 0; i < n_; i += 16) {
+      const __mmask16 lanes = first_lanes(n_ - i);
+      _mm512_mask_storeu_ps(scratch_.scaled.data() + i, lanes, scaled(i, lanes));
+    }
+    stored_ = true;
+  }
+
+  // Calls use(first token, lanes, scaled) for all lanes at or above the floor.
+  template <typename Use>
+  void each(float floor, const Use& use) const {
+    const __m512 floors = _mm512_set1_ps(floor);
+    for (int64_t b = 0; b < blocks_; ++b) {
+      if (!(scratch_.tops[b] >= floor)) continue;
+      for (int64_t i = b * BLOCK; i < std::min(n_, (b + 1) * BLOCK); i += 16) {
+        const __mmask16 inside = first_lanes(n_ - i);
+        const __m512 x = scaled(i, inside);
+        const __mmask16 lanes = _mm512_mask_cmp_ps_mask(inside, x, floors, _CMP_GE_OQ);
+        if (lanes) use(i, lanes, x);
+      }
+    }
+  }
+
+  // The count-th largest of the blocks' maxima, at most the count-th largest number; -inf if there
+  // are fewer blocks.
+  float bound(int64_t count) {
+    if (count > blocks_) return -INFINITE;
+    scratch_.collected = scratch_.tops;
+    auto at = scratch_.collected.begin() + (count - 1);
+    std::nth_element(scratch_.collected.begin(), at, scratch_.collected.end(), std::greater<float>());
+    return *at;
+  }
+
+  void keep(__mmask16 lanes, __m512 x) {
+    auto& numbers = scratch_.collected;
+    const size_t count = numbers.size();
+    numbers.resize(count + 16);
+    // Compressing to memory takes AMD's CPUs a hundred cycles.
+    _mm512_storeu_ps(numbers.data() + count, _mm512_maskz_compress_ps(lanes, x));
+    numbers.resize(count + __builtin_popcount(lanes));
+  }
+
+  // All numbers from the floor on.
+  void collect(float floor) {
+    scratch_.collected.clear();
+    each(floor, [&](int64_t, __mmask16 lanes, __m512 x) { keep(lanes, x); });
+  }
+
+  float kth() {
+    collect(bound(draw_.top_k));
+    auto at = scratch_.collected.begin() + (draw_.top_k - 1);
+    std::nth_element(scratch_.collected.begin(), at, scratch_.collected.end(), std::greater<float>());
+    return *at;
+  }
+
+  int64_t sum(float floor) const {
+    __m512i total = _mm512_setzero_si512();
+    each(std::max(floor, LOWEST), [&](int64_t, __mmask16 lanes, __m512 x) {
+      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
+      total = _mm512_add_epi64(total, low_weights(weight));
+      total = _mm512_add_epi64(total, high_weights(weight));
+    });
+    return _mm512_reduce_add_epi64(total);
+  }
+
+  // The largest number such that it and all larger ones have the nucleus' mass.
+  float nucleus(float floor) {
+    if (floor == -INFINITE) store();
+    const int64_t total = sum(floor);
+    const int64_t mass = std::min(std::max<int64_t>(total - share(draw_.tail, total), 1), total);
+    if (mass <= 0) return -INFINITE;
+    // With top-k, its candidates are all there is.
+    collect(floor > -INFINITE ? floor : bound(std::min(WIDE, blocks_)));
+    float found;
+    if (reaches(mass, found)) return found;
+    return by_range(mass);
+  }
+
+  // Sorts what was collected; whether its sum reaches the mass, and with which number.
+  bool reaches(int64_t mass, float& found) {
+    auto& numbers = scratch_.collected;
+    std::sort(numbers.begin(), numbers.end(), std::greater<float>());
+    const int64_t count = numbers.size();
+    scratch_.weights.resize(count);
+    weft_weigh(numbers.data(), count, scratch_.weights.data());
+    int64_t left = mass;
+    for (int64_t i = 0; i < count; ++i) {
+      left -= scratch_.weights[i];
+      if (left <= 0) {
+        found = numbers[i];
+        return true;
+      }
+    }
+    return false;
+  }
+
+  float by_range(int64_t mass) {
+    constexpr float PER_UNIT = RANGES / -LOWEST;
+    auto& masses = scratch_.masses;
+    masses.assign(COPIES * RANGES, 0);
+    const __m512i last = _mm512_set1_epi32(RANGES - 1);
+    const auto range_of = [&](__m512 x) {
+      const __m512 place = _mm512_mul_ps(x, _mm512_set1_ps(-PER_UNIT));
+      return _mm512_min_epi32(_mm512_cvttps_epi32(place), last);
+    };
+    each(LOWEST, [&](int64_t, __mmask16 lanes, __m512 x) {
+      alignas(64) int32_t range[16];
+      alignas(64) int64_t weights[16];
+      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
+      _mm512_store_si512(range, _mm512_maskz_mov_epi32(lanes, range_of(x)));
+      _mm512_store_si512(weights, low_weights(weight));
+      _mm512_store_si512(weights + 8, high_weights(weight));
+      int64_t* at = masses.data();
+#pragma GCC unroll 16
+      for (int lane = 0; lane < 16; ++lane)
+        at[lane % COPIES * RANGES + range[lane]] += weights[lane];
+    });
+    for (int i = 0; i < RANGES; ++i)
+      for (int copy = 1; copy < COPIES; ++copy) masses[i] += masses[copy * RANGES + i];
+    int chosen = 0;
+    while (chosen < RANGES - 1 && masses[chosen] < mass) mass -= masses[chosen++];
+    // Numbers in the ranges before are larger, for all of them are multiplied and rounded alike.
+    scratch_.collected.clear();
+    const float above = (chosen + 1) / -PER_UNIT;
+    each(std::max(LOWEST, above * 1.001f - 0.001f), [&](int64_t, __mmask16 lanes, __m512 x) {
+      lanes = _mm512_mask_cmpeq_epi32_mask(lanes, range_of(x), _mm512_set1_epi32(chosen));
+      if (lanes) keep(lanes, x);
+    });
+    float found = -INFINITE;
+    reaches(mass, found);
+    return found;
+  }
+
+  // The first token at which the running sum of kept weights exceeds the number's share of all.
+  int64_t pick(float floor) {
+    auto& sums = scratch_.sums;
+    sums.assign(blocks_, 0);
+    floor = std::max(floor, LOWEST);
+    each(floor, [&](int64_t i, __mmask16 lanes, __m512 x) {
+      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
+      const __m512i both = _mm512_add_epi64(low_weights(weight), high_weights(weight));
+      sums[i / BLOCK] += _mm512_reduce_add_epi64(both);
+    });
+    int64_t total = 0;
+    for (int64_t b = 0; b < blocks_; ++b) total += sums[b];
+    if (!total) return 0;
+    int64_t left = share(draw_.u, total), b = 0;
+    while (left >= sums[b]) left -= sums[b++];
+    for (int64_t i = b * BLOCK; i < std::min(n_, (b + 1) * BLOCK); i += 16) {
+      const __mmask16 inside = first_lanes(n_ - i);
+      const __m512 x = scaled(i, inside);
+      const __mmask16 lanes = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(floor), _CMP_GE_OQ);
+      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
+      alignas(64) int64_t weights[16];
+      _mm512_store_si512(weights, low_weights(weight));
+      _mm512_store_si512(weights + 8, high_weights(weight));
+      for (int lane = 0; lane < 16; ++lane) {
+        if (left < weights[lane]) return i + lane;
+        left -= weights[lane];
+      }
+    }
+    return n_ - 1;  // never
+  }
+
+  const Number* logits_;
+  const int64_t n_;
+  const Draw& draw_;
+  Scratch& scratch_;
+  const int64_t blocks_;
+  float largest_;
+  bool stored_ = false;
+};
+
+template <typename Number>
+void draw_rows(const Number* logits, int64_t stride, int64_t n, const Draw* draws, int64_t count,
+               int64_t* tokens) {
+#pragma omp parallel if (count > 1)
+  {
+    Scratch scratch;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < count; ++i)
+      tokens[i] = Row<Number>(logits + draws[i].row * stride, n, draws[i], scratch).token();
+  }
+}
+
+}  // namespace
+
+void weft_draw(const void* logits, int32_t is_float, int64_t stride, int64_t n, const Draw* draws,
+               int64_t count, int64_t* tokens) {
+  if (is_float)
+    draw_rows(static_cast<const float*>(logits), stride, n, draws, count, tokens);
+  else
+    draw_rows(static_cast<const bf16*>(logits), stride, n, draws, count, tokens);
+}
