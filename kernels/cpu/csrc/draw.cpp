@@ -25,8 +25,7 @@ namespace {
 
 constexpr int64_t BLOCK = 64;
 constexpr int64_t WIDE = 256;    // blocks from which the nucleus is collected first
-constexpr int RANGES = 1024;     // of the logarithms of weights
-constexpr int COPIES = 4;        // of the ranges' sums: additions to one wait for each other
+constexpr int RANGES = 4096;     // of the logarithms of weights
 constexpr float LOWEST = -42.f;  // below it, a weight is 0
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
@@ -190,7 +189,7 @@ class Row {
   float by_range(int64_t mass) {
     constexpr float PER_UNIT = RANGES / -LOWEST;
     auto& masses = scratch_.masses;
-    masses.assign(COPIES * RANGES, 0);
+    masses.assign(RANGES, 0);
     const __m512i last = _mm512_set1_epi32(RANGES - 1);
     const auto range_of = [&](__m512 x) {
       const __m512 place = _mm512_mul_ps(x, _mm512_set1_ps(-PER_UNIT));
@@ -203,13 +202,8 @@ class Row {
       _mm512_store_si512(range, _mm512_maskz_mov_epi32(lanes, range_of(x)));
       _mm512_store_si512(weights, low_weights(weight));
       _mm512_store_si512(weights + 8, high_weights(weight));
-      int64_t* at = masses.data();
-#pragma GCC unroll 16
-      for (int lane = 0; lane < 16; ++lane)
-        at[lane % COPIES * RANGES + range[lane]] += weights[lane];
+      for (int lane = 0; lane < 16; ++lane) masses[range[lane]] += weights[lane];
     });
-    for (int i = 0; i < RANGES; ++i)
-      for (int copy = 1; copy < COPIES; ++copy) masses[i] += masses[copy * RANGES + i];
     int chosen = 0;
     while (chosen < RANGES - 1 && masses[chosen] < mass) mass -= masses[chosen++];
     // Numbers in the ranges before are larger, for all of them are multiplied and rounded alike.
