@@ -32,12 +32,9 @@ class P2pHome(Home):
         name = f"weft/{group.group_name}"
         self._key = f"{name}/{number_of_home(store, name, self.rank)}"
         self._handles: list[tuple[Tensor, Any]] = []
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        able = _SymmetricMemory.has_multicast_support(
-            torch._C._autograd.DeviceType.CUDA, device.index
-        )
-        self._has_multicast = all(each == "True" for each in self.exchange(str(able)))
+        # Drivers tell what GPUs could do; only an allocation shows what the fabric does.
+        tried = self.empty("multicast", (1,), torch.int32)
+        self._has_multicast = all(map(int, self.exchange(str(int(tried.multicast != 0)))))
 
     @property
     def has_multicast(self) -> bool:
