@@ -373,7 +373,7 @@ TELL = "notify_all(peers, met + rank, call, WORLD)"
         (COPY, f"{NOTIFY}\n            {COPY}", "race", {}),
         (NOTIFY, NOTIFY.replace(" peer,", " (peer + 1) % WORLD,"), "hang", {}),
         (NOTIFY, f"if number == 0:\n                {NOTIFY}", "hang", {}),
-        (TELL, TELL.replace(", WORLD", ", WORLD - 1"), "hang", {}),
+        (TELL, "notify(peers, rank, met + rank, call)", "hang", {}),
         ("gathered + half + come", "gathered + come", "wrong", {}),
         ("key <= position[:, None]", "key <= position[:, None] + 1", "wrong", {}),
         (
