@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from weft.errors import RequestError
+from weft.errors import RequestError, shown
 from weft.serving.api.body import Body, only_with
 from weft.serving.api.openai.messages import Messages
 from weft.serving.api.openai.tools import NamedTool, Tool, ToolChoice, mode_or
@@ -87,6 +87,15 @@ KeptTokens = Annotated[
 ]
 
 
+def _text_or_number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+        raise ValueError(f" is {shown(value)}; it must be a text or a number")
+    return value
+
+
+KeepAlive = Annotated[str | float, BeforeValidator(_text_or_number)]
+
+
 class StreamOptions(Body):
     """Options for a stream.
 
@@ -147,7 +156,7 @@ class GenerationRequest(GuidedRequest):
     user: str | None = None
     # Only the value without an effect.
     early_stopping: Literal[False] | None = None
-    keep_alive: str | float | None = None
+    keep_alive: KeepAlive | None = None
     length_penalty: Literal[1] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     use_beam_search: Literal[False] | None = None

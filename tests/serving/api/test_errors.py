@@ -315,6 +315,7 @@ def test_null_is_not_called_missing(http: httpx.Client, role: str) -> None:
     ("path", "fields", "message"),
     [
         ("chat/completions", {"max_tokens": True}, "max_tokens is true; it should be a valid int"),
+        ("completions", {"keep_alive": [1]}, "keep_alive is [1]; it must be a text or a number"),
         ("chat/completions", {"stop": [None]}, "stop[0] is null; it should be a valid string"),
         ("chat/completions", {"store": 1}, "store is 1; this server takes false"),
         ("chat/completions", {"tool_choice": True}, "tool_choice is true; this server accepts"),
