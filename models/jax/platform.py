@@ -40,15 +40,16 @@ def is_installed() -> bool:
     return find_spec("jax") is not None
 
 
-def count_tpus(root: Path = Path("/")) -> int:
-    """Count jax's devices without asking jax, because it would take them.
+def tpu_memory(root: Path = Path("/")) -> tuple[int, ...]:
+    """Return the bytes of each TPU, as jax counts them, without asking jax: it would take them.
 
     Args:
         root: parent folder of /sys; for tests.
     """
     if not is_installed() or find_spec("libtpu") is None:
-        return 0
-    return sum(DEVICES[kind].per_chip for kind in _chips(root))
+        return ()
+    chips = [DEVICES[kind] for kind in _chips(root)]
+    return tuple(chip.memory for chip in chips for _ in range(chip.per_chip))
 
 
 def prepare(

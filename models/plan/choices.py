@@ -23,6 +23,7 @@ from weft.models.memory.ledger import Ledger, human_bytes
 from weft.models.memory.plan import MemoryPlan
 from weft.models.plan.hardware import Slice
 from weft.models.plan.step import Precision, anonymous
+from weft.models.plan.switches import Decision
 from weft.models.plan.times import Engine
 from weft.models.spec.layout import Layout, check_layout
 from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
@@ -111,6 +112,36 @@ def choices(
     if not found:
         raise ConfigError(_misfit(spec, place, limits, compute, missing))
     return found
+
+
+def fewest_ranks(
+    spec: ModelSpec, place: Slice, limits: Limits, layout: Layout, *, dtype: str = "auto"
+) -> Decision[int]:
+    """Decide the tensor-parallel size: the fewest ranks over which the model fits.
+
+    If it fits over none, the largest size counts, which lacks least.
+
+    Args:
+        spec: the model.
+        place: the devices for one engine.
+        limits: the engine's settings.
+        layout: the other sizes.
+        dtype: activations and KV cache; "auto" is the checkpoint's.
+    """
+    compute, torus = spec.compute_dtype(dtype), bool(place.device.shapes)
+    decided, told = 1, []
+    for tp in range(1, place.devices + 1):
+        tried = replace(layout, tp=tp)
+        if tried.world_size > place.devices or not _works(spec, tried, torus=torus):
+            continue
+        plan = _memory(spec, place, tried, limits, compute, "none")
+        decided = tp
+        if plan.fits:
+            told.append(f"it fits over {tp}")
+            break
+        lacks = human_bytes(plan.fixed + plan.request_bytes - plan.budget)
+        told.append(f"with --tp {tp}, each device lacks {lacks}")
+    return Decision(decided, "; ".join(told))
 
 
 def _layouts(spec: ModelSpec, place: Slice) -> Iterator[Layout]:

@@ -69,19 +69,19 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
 
     chip = aot.chip_of(topology)
     devices = platform.described_devices(topology)  # before jax looks for this machine's devices
-    if config.tp == 1:
+    if config.tp is None:
         config = replace(config, tp=len(devices))
     check_settings(config)
     config = asyncio.run(fetch(config, weights=False))
     spec = read_spec(locate(config.model, config.revision))
-    check_layout(spec, config.tp, config.ep)
+    check_layout(spec, config.tp_size, config.ep)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
-    layout = Layout(config.tp, config.ep)
+    layout = Layout(config.tp_size, config.ep)
     local = layout.local(spec)
     block_bytes = config.block_size * local.kv_bytes_per_token(dtype)
     try:
-        num_blocks = _ledger(config, spec, dtype, max_model_len, chip, config.tp).num_blocks
+        num_blocks = _ledger(config, spec, dtype, max_model_len, chip, config.tp_size).num_blocks
     except ConfigError:  # the compiler decides, with the smallest cache that can serve
         num_blocks = -(-max_model_len // config.block_size)
     platform.keep_compiled(cache_folder(config))
@@ -104,7 +104,7 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     memory = {
         "weights": local.weight_bytes(dtype),
         "KV cache": num_blocks * block_bytes,
-        "sampling": sampler_state_bytes(spec, config.max_num_seqs, config.tp),
+        "sampling": sampler_state_bytes(spec, config.max_num_seqs, config.tp_size),
         "temporaries": max(program.temporaries for program in programs),
     }
     memory["left"] = aot.hbm_bytes(chip) - sum(memory.values())

@@ -56,13 +56,14 @@ def _decided(config: EngineConfig) -> dict[str, tuple[Any, str]]:
     config = decided(config, [inventory])
     values["backend"] = (config.backend, "this machine's devices")
     values["device"] = (config.device, "this machine's devices")
+    values["tp"] = (config.tp_size, "the fewest devices that hold the model")
     if config.backend != "torch" or config.device != "cpu":
         return values
     values["kernels"] = ("plain", "on CPUs")
     ranks = config.dp * config.world_size
     values["threads"] = (_threads(ranks), "this machine's cores")
     if config.kernels != "overlapped":
-        layout = Layout(config.tp, config.ep, 0, config.cp, config.pp)
+        layout = Layout(config.tp_size, config.ep, 0, config.cp, config.pp)
         try:
             ledger = plan_memory(
                 config,

@@ -126,13 +126,14 @@ class EngineConfig:
         Help("store bfloat16 matrices losslessly in 12 bits per number, with compiled CPU kernels"),
     ] = True
     tp: Annotated[
-        int,
+        int | None,
         Help(
-            "tensor-parallel size: ranks (or jax devices) that share each layer",
+            "tensor-parallel size: ranks (or jax devices) that share each layer; else the fewest "
+            "GPUs or TPUs over which the model fits",
             ge=1,
             le=MAX_RANKS,
         ),
-    ] = 1
+    ] = None
     ep: Annotated[
         int,
         Help(
@@ -280,7 +281,7 @@ class EngineConfig:
             raise ConfigError("--device is tpu; with --backend torch it must be auto, cpu or cuda")
         if self.world_size > MAX_RANKS:
             raise ConfigError(
-                f"--tp is {self.tp}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "
+                f"--tp is {self.tp_size}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "
                 f"{self.world_size} ranks; there can be at most {MAX_RANKS}"
             )
 
@@ -296,9 +297,14 @@ class EngineConfig:
             ) from None
 
     @property
+    def tp_size(self) -> int:
+        """The value of `tp`; 1 while no one has set or decided it."""
+        return self.tp or 1
+
+    @property
     def stage_size(self) -> int:
         """Ranks per stage."""
-        return max(self.tp * self.cp, self.ep)
+        return max(self.tp_size * self.cp, self.ep)
 
     @property
     def world_size(self) -> int:
@@ -313,7 +319,7 @@ class EngineConfig:
     @property
     def attention_groups(self) -> int:
         """Data-parallel attention groups. Each has its own requests and KV cache."""
-        return max(1, self.ep // (self.tp * self.cp))
+        return max(1, self.ep // (self.tp_size * self.cp))
 
 
 @dataclass(frozen=True, slots=True)

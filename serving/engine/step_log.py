@@ -53,7 +53,7 @@ class StepLog:
                 model=config.model,
                 dtype=config.dtype,
                 quantization=config.quantization,
-                tp=config.tp,
+                tp=config.tp_size,
                 ep=config.ep,
                 cp=config.cp,
                 pp=config.pp,

@@ -160,7 +160,8 @@ class CoreSupervisor:
             most = config.dp * config.world_size
             kind = kind_of(config)  # auto: no node is asked
             offer = Inventory(
-                gpus=(0,) * most if kind == "cuda" else (), tpus=most if kind == "tpu" else 0
+                gpus=(0,) * most if kind == "cuda" else (),
+                tpus=(0,) * most if kind == "tpu" else (),
             )
             group = secrets.token_hex(4)
             return [

@@ -64,7 +64,7 @@ def load_jax_model(
     check_settings(config)
     path = fetched(config, progress)
     spec = read_spec(path)
-    check_layout(spec, config.tp, config.ep)
+    check_layout(spec, config.tp_size, config.ep)
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
     devices = _devices(config, context)
@@ -80,7 +80,7 @@ def load_jax_model(
         ledger = ledger.with_blocks(minimum(ledger.num_blocks, RANK_TIMEOUT))
     is_first = context.rank == config.replica.number == 0
     if is_first:
-        scope = f" of each of {config.tp} devices" if config.tp > 1 else ""
+        scope = f" of each of {config.tp_size} devices" if config.tp_size > 1 else ""
         scope += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         log_ledger(f"{scope} ({devices[0].device_kind})", ledger)
     with show_compiling() if is_first else nullcontext(_silent) as show:
@@ -93,7 +93,7 @@ def load_jax_model(
             path,
             spec,
             devices=devices,
-            layout=Layout(config.tp, config.ep),
+            layout=Layout(config.tp_size, config.ep),
             dtype=dtype,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -127,7 +127,7 @@ def _devices(config: EngineConfig, context: RankContext) -> list[Any]:
     if config.dp > 1 and kind_of(config) == "tpu":
         platform.keep_to(own)
     if context.world_size == 1:
-        devices = platform.devices(config.tp)
+        devices = platform.devices(config.tp_size)
     else:
         from weft.models.jax.distributed import meet
 
@@ -139,10 +139,10 @@ def _devices(config: EngineConfig, context: RankContext) -> list[Any]:
             host=context.rendezvous_host,
             address=context.address,
         )
-        if len(devices) != config.tp:
+        if len(devices) != config.tp_size:
             raise ConfigError(
-                f"--tp is {config.tp}; with several nodes it must be the number of their devices, "
-                f"{len(devices)}"
+                f"--tp is {config.tp_size}; with several nodes it must be the number of their "
+                f"devices, {len(devices)}"
             )
     platform.keep_compiled(cache_folder(config))
     return devices
@@ -159,9 +159,10 @@ def check_settings(config: EngineConfig) -> None:
             raise ConfigError(f"--{name} is {value}; with --backend jax it must be {only}")
     if config.device == "cuda":
         raise ConfigError("--device is cuda; with --backend jax it must be auto, cpu or tpu")
-    if config.tp % config.ep:
+    if config.tp_size % config.ep:
         raise ConfigError(
-            f"--ep is {config.ep} beside --tp {config.tp}; with --backend jax it must divide --tp"
+            f"--ep is {config.ep} beside --tp {config.tp_size}; with --backend jax it must divide "
+            "--tp"
         )
     if config.dp > 1 and len(config.replica.slice) > 1 and kind_of(config) == "tpu":
         raise ConfigError(
@@ -186,7 +187,7 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout
 
-    devices = jax.local_devices()[: config.tp]
+    devices = jax.local_devices()[: config.tp_size]
     if devices[0].platform == "cpu":
         free = config.replica.memory or available_memory()
         free //= len(devices)
@@ -194,16 +195,16 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
         stats = [device.memory_stats() for device in devices]
         free = min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
     return MemoryPlan(
-        spec=Layout(config.tp, config.ep).local(spec),
+        spec=Layout(config.tp_size, config.ep).local(spec),
         dtype=dtype,
-        available=free - sampler_state_bytes(spec, config.max_num_seqs, config.tp),
+        available=free - sampler_state_bytes(spec, config.max_num_seqs, config.tp_size),
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        count_activations=partial(jax_activations, tp=config.tp),
+        count_activations=partial(jax_activations, tp=config.tp_size),
     ).ledger()
 
 

@@ -140,8 +140,8 @@ def load_model(
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
     overlapped = config.kernels == "overlapped"
-    check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
-    layout = Layout(config.tp, config.ep, context.rank, config.cp, config.pp)
+    check_layout(spec, config.tp_size, config.ep, config.cp, config.pp, overlapped=overlapped)
+    layout = Layout(config.tp_size, config.ep, context.rank, config.cp, config.pp)
     device = choose_device(config.device, context.own_devices(config)[0])
     use_device(device)
     kernels = choose_kernels(config, layout, device)
@@ -349,7 +349,7 @@ def check_ranks(config: EngineConfig) -> None:
         _require_triton()
     spec = read_spec(locate(config.model, config.revision))
     overlapped = config.kernels == "overlapped"
-    check_layout(spec, config.tp, config.ep, config.cp, config.pp, overlapped=overlapped)
+    check_layout(spec, config.tp_size, config.ep, config.cp, config.pp, overlapped=overlapped)
 
 
 def _require_triton() -> None:
@@ -368,10 +368,10 @@ def _require_triton() -> None:
 
 def uses_jax(config: EngineConfig) -> bool:
     """Return whether jax runs the model: on request, or because it finds TPUs."""
-    from weft.models.jax.platform import count_tpus
+    from weft.models.jax.platform import tpu_memory
 
     if config.backend == "auto" and config.device in ("auto", "tpu"):
-        return count_tpus() > 0
+        return bool(tpu_memory())
     return config.backend == "jax"
 
 

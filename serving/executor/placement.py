@@ -37,6 +37,7 @@ from weft.serving.config.slices import (
     Slice,
     parse,
 )
+from weft.serving.executor.sizing import with_tp
 
 if TYPE_CHECKING:
     from weft.serving.config.settings import Backend, EngineConfig
@@ -65,14 +66,14 @@ class Inventory:
         memory: free bytes of main memory.
         gpus: free bytes of each GPU.
         where: name and address of the node.
-        tpus: number of TPUs, as jax counts them.
+        tpus: bytes of each TPU, as jax counts them.
     """
 
     max_ranks: int | None = None
     memory: int = 0
     gpus: tuple[int, ...] = ()
     where: str = HERE
-    tpus: int = 0
+    tpus: tuple[int, ...] = ()
 
     def devices(self, kind: Kind, node: int, maximum: int) -> list[Device]:
         """List the node's devices.
@@ -85,7 +86,7 @@ class Inventory:
         if kind == "cpu":
             count = maximum if self.max_ranks is None else self.max_ranks
         else:
-            count = len(self.gpus) if kind == "cuda" else self.tpus
+            count = len(self.gpus) if kind == "cuda" else len(self.tpus)
         return [Device(node, i) for i in range(count)]
 
     def describe(self, kind: Kind) -> str:
@@ -93,7 +94,7 @@ class Inventory:
         if kind == "cuda":
             return f"{self.where}: {len(self.gpus)} GPUs"
         if kind == "tpu":
-            return f"{self.where}: {self.tpus} TPUs"
+            return f"{self.where}: {len(self.tpus)} TPUs"
         if self.max_ranks is None:
             return f"{self.where}: any number of CPU ranks"
         return f"{self.where}: {self.max_ranks} CPU rank{'s' * (self.max_ranks != 1)}"
@@ -159,11 +160,18 @@ def kind_of(config: EngineConfig) -> Kind:
 
 
 def decided(config: EngineConfig, inventories: Sequence[Inventory]) -> EngineConfig:
-    """Replace auto in `backend` and `device` by the choice for these nodes.
+    """Decide `backend`, `device` and `tp` for these nodes, as far as they are not set.
 
     The backend is jax if all nodes have TPUs, else torch. With torch the device is cuda if there
     is a GPU for each rank, else cpu. One choice holds for all ranks of all engines.
+
+    Raises:
+        ModelError: `tp` depends on the checkpoint, which cannot be found or understood.
     """
+    return with_tp(_with_device(config, inventories), inventories)
+
+
+def _with_device(config: EngineConfig, inventories: Sequence[Inventory]) -> EngineConfig:
     if config.backend == "auto":
         gpus = kind_of(config) == "cuda"
         tpus = config.device == "auto" and not gpus and all(each.tpus for each in inventories)
@@ -234,7 +242,7 @@ def _slice(devices: Sequence[Device]) -> Slice:
 
 def units(config: EngineConfig) -> list[int]:
     """Return the unit sizes (in ranks) to keep on one island, the largest first."""
-    sizes = {config.world_size, config.stage_size, config.tp * config.cp, config.cp, 1}
+    sizes = {config.world_size, config.stage_size, config.tp_size * config.cp, config.cp, 1}
     return sorted((s for s in sizes if not config.world_size % s), reverse=True)
 
 

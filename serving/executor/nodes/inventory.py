@@ -24,14 +24,14 @@ def own_inventory(config: EngineConfig, *, gpus: bool = True) -> Inventory:
         config: its `node_ranks` limits the number of ranks on the CPU cores.
         gpus: look for GPUs, which takes some seconds on a machine that has them.
     """
-    from weft.models.jax.platform import count_tpus
+    from weft.models.jax.platform import tpu_memory
     from weft.models.memory.available import available_memory
 
     return Inventory(
         config.node_ranks,
         memory=available_memory(),
         gpus=_free_gpu_memory() if gpus else (),
-        tpus=count_tpus(),
+        tpus=tpu_memory(),
     )
 
 

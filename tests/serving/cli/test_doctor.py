@@ -97,7 +97,7 @@ def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
         "engine 0: ranks 0 to 1 on this node",
         "engine 1: ranks 0 to 1 on this node",
     ]
-    jax = devices(replace(engine, backend="jax"), [Inventory(tpus=2), Inventory(tpus=2)])
+    jax = devices(replace(engine, backend="jax"), [Inventory(tpus=(2**30,) * 2)] * 2)
     assert [finding.seen for finding in jax] == [
         "island of this node: 2 TPUs",
         "island of this node: 2 TPUs",

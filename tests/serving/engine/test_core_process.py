@@ -45,7 +45,7 @@ def test_interpreted_kernels_are_on_one_machine() -> None:
         share_out(config, [Inventory()] * 2)
     for share in share_out(replace(config, dp=2), [Inventory()] * 2):
         assert len(share.replica.slice) == 1
-    (share,) = share_out(replace(config, backend="jax"), [Inventory(tpus=1)] * 2)
+    (share,) = share_out(replace(config, backend="jax"), [Inventory(tpus=(2**30,))] * 2)
     assert len(share.replica.slice) == 2, "TPUs have links"
 
 

@@ -279,7 +279,7 @@ def test_auto_is_gpus_where_there_is_one_for_each_rank() -> None:
 
 
 def tpus(count: int) -> Inventory:
-    return Inventory(tpus=count)
+    return Inventory(tpus=(2**30,) * count)
 
 
 def test_auto_is_jax_where_all_nodes_have_tpus() -> None:
