@@ -4,7 +4,8 @@
     python benchmarks/tpu_steps.py --model llama --target v5e:2x4 --kernels overlapped --json
 
 The step is the largest of an engine with 8 requests and 512 tokens; the models have two layers.
-Its tokens are sharded between blocks, even if the planner finds that dearer (models/plan/switches).
+Its tokens are sharded between blocks, even if the planner finds that dearer (models/plan/switches);
+with --replicated, each device has all of them.
 Each is compiled in a process of its own, as libtpu describes one kind of TPU in each.
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -67,11 +69,18 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 }
 """A config, and the parts that experts are dealt out to."""
 
+ROWS, TOKENS = 8, 512
+"""A step's requests and tokens."""
+
 TARGETS = ("v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")
 
 
 def compile_step(
-    model: str, topology: str, kernels: Literal["auto", "overlapped", "plain"] = "auto"
+    model: str,
+    topology: str,
+    kernels: Literal["auto", "overlapped", "plain"] = "auto",
+    *,
+    sharded: bool = True,
 ) -> dict[str, Any]:
     """Compile a step; what the compiler says of it. Bytes are of one device.
 
@@ -79,6 +88,7 @@ def compile_step(
         model: of `MODELS`.
         topology: such as "v5e:2x4"; the model is split over all of its devices.
         kernels: --kernels.
+        sharded: each device has a part of the tokens between blocks.
     """
     from weft.models.checkpoint.locate import read_spec
     from weft.models.jax.platform import described_devices
@@ -96,10 +106,10 @@ def compile_step(
         (Path(folder) / "config.json").write_text(json.dumps(config))
         spec = read_spec(Path(folder))
     tp = len(devices)
-    sizes: dict[str, Any] = {"max_num_seqs": 8, "block_size": 16}
-    bucket = Buckets(max_num_batched_tokens=512, max_model_len=2048, **sizes).all()[0]
-    sharded = Decision(True, "measured here")
-    with mock.patch.object(Torus, "shards_tokens", return_value=sharded):
+    sizes: dict[str, Any] = {"max_num_seqs": ROWS, "block_size": 16}
+    bucket = Buckets(max_num_batched_tokens=TOKENS, max_model_len=2048, **sizes).all()[0]
+    decision = Decision(sharded, "measured here")
+    with mock.patch.object(Torus, "shards_tokens", return_value=decision):
         program = Program(
             *(spec, Layout(tp, ep), make_mesh(devices, tp, ep)),
             dtype="bfloat16",
@@ -143,6 +153,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, help="only this")
     parser.add_argument("--target", help="only this slice")
     parser.add_argument("--kernels", default="auto", choices=("auto", "overlapped", "plain"))
+    parser.add_argument("--replicated", action="store_true", help="all tokens on each device")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     arguments = parser.parse_args()
     models = [arguments.model] if arguments.model else ["llama", "qwen3_moe"]
@@ -155,7 +166,8 @@ def main() -> None:
         for target in targets:
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=context) as pool:
-                step = pool.submit(compile_step, model, target, arguments.kernels).result()
+                asked = partial(compile_step, sharded=not arguments.replicated)
+                step = pool.submit(asked, model, target, arguments.kernels).result()
             print(json.dumps(step) if arguments.json else row(step), flush=True)
 
 

@@ -14,9 +14,12 @@ The list follows the models' own steps (models/torch/cpu_model.py, models/jax/mo
 | experts | the router, and each token's top_k experts | tp > 1: all-reduce; --ep: more |
 | lm head | [S, hidden] x [hidden, vocabulary] | tp > 1: the largest logits |
 
-T is the step's tokens, S its requests: only their last tokens get logits. Overlapped kernels use
-an all-gather before a product and a reduce-scatter after one, not an all-reduce (Korthikanti et al.
-2022, section 4.2), and hide both behind the product.
+T is the step's tokens, S its requests: only their last tokens get logits. With torch, only these
+pass the last layer's feed-forward.
+
+Overlapped products use an all-gather before a product and a reduce-scatter after one, not an
+all-reduce (Korthikanti et al. 2022, section 4.2), and hide both behind the product. With jax the
+embedding then ends in a reduce-scatter, too, and an all-reduce collects the S tokens.
 
 Experts: a batch of T tokens needs E (1 - (1 - k/E)^T) of E experts, if each token's k experts are
 drawn evenly.
@@ -43,6 +46,7 @@ from weft.models.spec.spec import (
 
 Value = TypeVar("Value")
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Backend = Literal["torch", "jax"]
 Ranks = Literal["tensor", "context", "data", "stage"]
 """Which ranks exchange: groups in models/torch/group.py, or two neighbouring stages."""
 
@@ -143,6 +147,7 @@ class RankModel:
         layout: the rank's layout.
         precision: number formats.
         overlapped: the products' exchanges are hidden behind them, with sharded tokens.
+        backend: the model's implementation.
     """
 
     def __init__(
@@ -152,10 +157,12 @@ class RankModel:
         precision: Precision = Precision(),
         *,
         overlapped: bool = False,
+        backend: Backend = "torch",
     ) -> None:
         self.layout = layout
         self.precision = precision
         self.overlapped = overlapped
+        self._in_jax = backend == "jax"
         self.local = layout.local(spec)
         alike = list(self.local.layers)
         self._last = alike.pop() if self.local.is_last else None
@@ -174,13 +181,16 @@ class RankModel:
         local, tokens = self.local, batch.tokens
         hidden = local.hidden_size * self.precision.item
         if local.is_first:
-            summed = self._exchange("all_reduce", tokens)
+            scattered = self.overlapped and self._in_jax
+            summed = self._exchange("reduce_scatter" if scattered else "all_reduce", tokens)
             yield Operator("embedding", 0, 2 * tokens * hidden, summed)
         for layer, times in self._layers:
             for operator in self._layer(layer, batch, tokens):
                 yield replace(operator, times=times)
         if self._last is not None:
-            yield from self._layer(self._last, batch, batch.requests)
+            yield from self._layer(self._last, batch, tokens if self._in_jax else batch.requests)
+            if self.overlapped and self._in_jax:
+                yield Operator("rows", 0, 0, self._exchange("all_reduce", batch.requests))
             yield self._lm_head(batch.requests)
         if self.layout.pp > 1:
             payload = batch.requests * TOKEN if local.is_last else tokens * hidden
@@ -309,12 +319,19 @@ class RankModel:
 
 
 def stages(
-    spec: ModelSpec, layout: Layout, precision: Precision, *, overlapped: bool = False
+    spec: ModelSpec,
+    layout: Layout,
+    precision: Precision,
+    *,
+    overlapped: bool = False,
+    backend: Backend = "torch",
 ) -> list[RankModel]:
     """Return the first rank in each pipeline stage."""
     ranks = (stage * layout.stage_size for stage in range(layout.pp))
     layouts = [replace(layout, rank=rank) for rank in ranks]
-    return [RankModel(spec, each, precision, overlapped=overlapped) for each in layouts]
+    return [
+        RankModel(spec, each, precision, overlapped=overlapped, backend=backend) for each in layouts
+    ]
 
 
 def anonymous(spec: ModelSpec) -> ModelSpec:

@@ -21,6 +21,7 @@ from weft.models.plan import collectives
 from weft.models.plan.batch import Batch
 from weft.models.plan.hardware import Axis, Slice
 from weft.models.plan.step import (
+    Backend,
     Collective,
     Exchange,
     Operator,
@@ -130,8 +131,11 @@ class Engine:
         self._overlaps = device.overlaps
         self.launch = device.launch
         self.host = device.host
-        self._stages = stages(spec, layout, precision)
-        self._overlapped = stages(spec, layout, precision, overlapped=True) if overlapped else []
+        backend: Backend = "jax" if device.shapes else "torch"
+        self._stages = stages(spec, layout, precision, backend=backend)
+        self._overlapped = (
+            stages(spec, layout, precision, overlapped=True, backend=backend) if overlapped else []
+        )
         self._axes = {
             "tensor": span(place.axes, layout.dense_size),
             "context": span(place.axes, layout.cp),

@@ -14,8 +14,12 @@ import tpu_steps
 from tpu_steps import LLAMA_8B, TARGETS
 
 from weft.errors import ConfigError
+from weft.models.checkpoint.locate import read_spec
 from weft.models.jax.aot import chip_of
 from weft.models.jax.mesh import make_mesh, slice_of
+from weft.models.plan.batch import Batch
+from weft.models.plan.step import Operator, Precision, stages
+from weft.models.spec.layout import Layout
 
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--max-model-len", "2048")
 
@@ -45,10 +49,10 @@ STEP_CASES = [
 ]
 
 
-def compile_largest(model: str, topology: str, kernels: str) -> dict[str, Any]:
+def compile_largest(model: str, topology: str, kernels: str, *flags: str) -> dict[str, Any]:
     """Return the report of benchmarks/tpu_steps.py for a step."""
     command = [sys.executable, str(STEPS), "--model", model, "--target", topology, "--json"]
-    done = subprocess.run([*command, "--kernels", kernels], capture_output=True, text=True)
+    done = subprocess.run([*command, "--kernels", kernels, *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     step: dict[str, Any] = json.loads(done.stdout)
     return step
@@ -56,7 +60,7 @@ def compile_largest(model: str, topology: str, kernels: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("model", "topology"), STEP_CASES)
 @pytest.mark.timeout(1800)
-def test_a_step_compiles_and_hides_its_traffic(model: str, topology: str) -> None:
+def test_a_step_compiles_and_hides_its_traffic(model: str, topology: str, tmp_path: Path) -> None:
     """In Llama's layers, at least 90% of the bytes between chips travel beside products."""
     step = compile_largest(model, topology, "auto")
     found = step["collectives"]
@@ -69,6 +73,40 @@ def test_a_step_compiles_and_hides_its_traffic(model: str, topology: str) -> Non
         assert len(found) == len(of_layers) + 2  # the embedding, and the rows that are sampled
         moved = sum(one["bytes"] for one in of_layers)
         assert sum(one["bytes"] for one in of_layers if one["products"]) >= 0.9 * moved
+        operators = planned(model, step["devices"], tmp_path, overlapped=True)
+        assert moved == sum(each.sent * each.times for each in operators if each.overlapped)
+        (rows,) = (each.exchanges[0] for each in operators if each.what == "rows")
+        assert ("all-reduce", rows.payload) in {(one["kind"], one["bytes"]) for one in found}
+
+
+def planned(model: str, devices: int, folder: Path, *, overlapped: bool) -> list[Operator]:
+    """The planner's operators that exchange bytes in such a step."""
+    config, ep = tpu_steps.MODELS[model]
+    (folder / "config.json").write_text(json.dumps(config))
+    layout = Layout(devices, ep)
+    (rank,) = stages(
+        *(read_spec(folder), layout, Precision()), overlapped=overlapped, backend="jax"
+    )
+    prompt = tpu_steps.TOKENS - tpu_steps.ROWS + 1
+    batch = Batch(tpu_steps.ROWS - 1, 1.0, 1, prompt, prompt / 2)
+    return [operator for operator in rank.operators(batch) if operator.exchanges]
+
+
+@pytest.mark.parametrize(("model", "topology"), STEP_CASES)
+@pytest.mark.timeout(1800)
+def test_the_planner_counts_the_bytes_of_the_compiled_step(
+    model: str, topology: str, tmp_path: Path
+) -> None:
+    """All but the LM head's: logits are exchanged in another program, which samples."""
+    step = compile_largest(model, topology, "auto", "--replicated")
+    operators = planned(model, step["devices"], tmp_path, overlapped=False)
+    compiled = sorted((one["kind"], one["bytes"]) for one in step["collectives"])
+    assert compiled == sorted(
+        (exchange.kind.replace("_", "-"), exchange.payload)
+        for operator in operators
+        for exchange in operator.exchanges * operator.times
+        if operator.what != "lm head"
+    )
 
 
 @pytest.mark.slow
