@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from weft.errors import ConfigError
 from weft.models.plan.batch import Batch
 from weft.models.plan.choices import Choice, Limits
-from weft.models.plan.load import Load, Objective
+from weft.models.plan.load import Latency, Load, Objective
 from weft.models.plan.steady_state import Steady, largest_rate, steady_state
 from weft.models.plan.times import Part
 
 HOUR = 3600.0
 NOTHING = 1e-3  # requests per second; below it, an engine cannot be said to serve
+CURVE = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97, 0.99)
+"""Points of a load curve, as shares of the capacity."""
 REMEDIES = {
     "arithmetic": "more devices for each replica, or faster products (int8)",
     "memory": "more devices for each replica, or smaller weights (quantised)",
@@ -98,14 +100,43 @@ def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limi
     return sorted(best, key=lambda row: (not row.keeps(objective), row.price, row.goals))
 
 
-def _row(choice: Choice, load: Load, objective: Objective, limits: Limits) -> Row:
-    own, seconds = _share(load, choice.replicas), _remembered(choice.engine.seconds)
-    groups = choice.layout.dp_size  # each attention group has a scheduler and a KV cache
-    settings = {
+def load_curve(choice: Choice, load: Load, limits: Limits) -> list[tuple[float, Latency]]:
+    """Return latency at rising rates, up to the capacity, with the load's lengths and hits.
+
+    Args:
+        choice: how the model is served.
+        load: all requests; with users, requests at random times take their place.
+        limits: each engine's settings.
+
+    Returns:
+        pairs of requests per second over all replicas, and their latency.
+
+    Raises:
+        ConfigError: the choice cannot hold a request.
+    """
+    seconds, settings = _remembered(choice.engine.seconds), _settings(choice, limits)
+    own = replace(load, users=None, rate=1.0)
+    most = largest_rate(own, seconds, Objective(), **settings)
+    found = []
+    for share in CURVE:
+        steady = steady_state(replace(own, rate=share * most), seconds, **settings)
+        found.append((share * most * choice.replicas, steady.latency))
+    return found
+
+
+def _settings(choice: Choice, limits: Limits) -> dict[str, int]:
+    """Return a replica's limits; each attention group has a scheduler and a KV cache."""
+    groups = choice.layout.dp_size
+    return {
         "max_num_seqs": groups * limits.max_num_seqs,
         "max_num_batched_tokens": groups * limits.max_num_batched_tokens,
         "kv_tokens": groups * choice.ledger.tokens,
     }
+
+
+def _row(choice: Choice, load: Load, objective: Objective, limits: Limits) -> Row:
+    own, seconds = _share(load, choice.replicas), _remembered(choice.engine.seconds)
+    settings = _settings(choice, limits)
     one = largest_rate(own, seconds, objective, **settings)
     unbounded = one if not objective.limits else largest_rate(own, seconds, Objective(), **settings)
     steady = None

@@ -60,7 +60,10 @@ FILE = click.Path(path_type=Path)
     "--why", is_flag=True, help="write the decisions that weft makes for --tp, with their costs"
 )
 @click.option(
-    "--plot", metavar="FILE", type=FILE, help="draw latency, price and a step's time (.svg, .png)"
+    "--plot",
+    metavar="FILE",
+    type=FILE,
+    help="draw price, latency, a step's time, load curves (.svg, .png)",
 )
 @click.option(
     "--simulate",
@@ -163,7 +166,7 @@ def make_plan(
     if plot is not None:
         from weft.serving.cli.plan.plot import draw
 
-        write_whole(plot, lambda path: draw(rows, asked, path))
+        write_whole(plot, lambda path: draw(rows, asked, wanted, path))
     form = report.document if as_json else report.helm if values else report.table
     print(report.formulas(rows[0]) if explain else form(rows, asked, objective))
     return 0

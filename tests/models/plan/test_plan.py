@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -11,7 +12,7 @@ from weft.models.plan.batch import Batch
 from weft.models.plan.choices import Choice, Limits, choices
 from weft.models.plan.hardware import read_slice
 from weft.models.plan.load import Load, Objective
-from weft.models.plan.plan import Row, plan, shares
+from weft.models.plan.plan import Row, load_curve, plan, shares
 from weft.models.spec.layout import Layout
 
 LIMITS = Limits(
@@ -64,3 +65,19 @@ def test_the_host_works_once_for_all_stages() -> None:
     assert shares(choice, batch)["host"] == pytest.approx(
         choice.engine.host / choice.engine.seconds(batch)
     )
+
+
+def test_a_load_curve_rises_to_the_capacity() -> None:
+    choice = chosen("weft-demo", "h100:8", Layout(tp=2))
+    curve = load_curve(choice, Load.parse("in=1000,out=200,users=5"), LIMITS)
+    capacity = row(choice, "in=1000,out=200,rate=1").capacity
+    assert [rate for rate, _ in curve] == sorted(rate for rate, _ in curve)
+    assert 0.98 * capacity <= curve[-1][0] <= capacity
+    for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99"):
+        values = [getattr(latency, name) for _, latency in curve]
+        assert values[-1] > values[0]
+        assert all(b >= 0.99 * a for a, b in pairwise(values)), name
+    rate, latency = curve[5]
+    found = row(choice, f"in=1000,out=200,rate={rate}").steady
+    assert found is not None
+    assert found.latency == latency, "as the row's own"

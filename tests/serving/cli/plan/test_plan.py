@@ -125,6 +125,8 @@ def test_a_picture_shows_each_row(tmp_path: Path) -> None:
     text = picture.read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert text.count("H100:8") >= 2  # comments hold the texts that are drawn as paths
+    for axis in ("US dollars", "share of a step", "first token, p50", "time between tokens, p50"):
+        assert axis in text
 
 
 def test_latencies_come_from_a_simulation_if_asked() -> None:
