@@ -233,6 +233,14 @@ class NativeLinear:
         """Bytes of the packed weight."""
         return self._weight.nbytes + (0 if self._escapes is None else self._escapes.nbytes)
 
+    @property
+    def saved(self) -> int:
+        """Bytes that compression saves."""
+        if self.format is not native.Format.COMPRESSED:
+            return 0
+        rows = (2 if self.matrix.gated else 1) * self.out_features
+        return rows * self.in_features * torch.bfloat16.itemsize - self.nbytes
+
     def weight_rows(self, index: Tensor) -> Tensor:
         """Look up rows in a bfloat16 weight without a gate: int [T], in [0, N) -> bfloat16 [T, K].
 

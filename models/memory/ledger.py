@@ -8,7 +8,11 @@
 Triton kernels can add two rows. `buffers` is symmetric memory for the overlapped ops' workspaces.
 `CUDA graphs` is memory for the temporary tensors of recorded steps.
 
-Weights are exact except for padding. Activations are the largest set of tensors that a step holds
+Weights are exact except for padding. On a CPU, loading may find that they take less: by lossless
+compression, or because an embedding stays in the file. The KV cache then gets that memory, too.
+`tests/models/memory/test_measured.py` compares the ledger with what a process takes.
+
+Activations are the largest set of tensors that a step holds
 at once, computed from their shapes. The KV cache gets the rest, but never more than all requests
 can use at full length. If one request at full length does not fit, the error lists flags with
 values that fit.

@@ -47,6 +47,8 @@ class MemoryPlan:
         count_activations: counts the temporary tensors' bytes in a step.
         buffers: symmetric memory.
         graph_requests: requests in the largest step recorded as a CUDA graph; 0 if none is.
+        saved: bytes of the weights that take no memory, such as those that lossless compression
+            saves; known once they are loaded.
     """
 
     spec: ModelSpec
@@ -64,6 +66,7 @@ class MemoryPlan:
     count_activations: ActivationBytes = cpu_activations
     buffers: int = 0
     graph_requests: int = 0
+    saved: int = 0
 
     def ledger(self) -> Ledger:
         """Divide the memory.
@@ -92,7 +95,7 @@ class MemoryPlan:
 
     @property
     def weights(self) -> int:
-        return self.spec.weight_bytes(self.dtype, self.quantization)
+        return self.spec.weight_bytes(self.dtype, self.quantization) - self.saved
 
     @property
     def activations(self) -> int:

@@ -8,7 +8,6 @@ Otherwise it stays in the checkpoint's mapped file, because a step reads few row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +16,14 @@ from torch.nn.functional import embedding
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
-from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm, can_pack, make_linear
+from weft.kernels.cpu.linear import (
+    Linear,
+    NativeLinear,
+    RMSNorm,
+    Weight,
+    can_pack,
+    make_linear,
+)
 from weft.kernels.cpu.moe import MakeLinear
 from weft.kernels.cpu.rope import Rotation
 from weft.models.checkpoint.weights import Weights
@@ -87,8 +93,22 @@ class _CheckpointLoader:
         self.groups = groups
         self.parts = weights.parts
         self._dtype = dtype
-        self.make_plain: MakeLinear = partial(make_linear, compress=compress)
+        self._compress = compress
         self.make: MakeLinear = make_int8_linear if quantization == "int8" else self.make_plain
+        self.saved = 0
+
+    def make_plain(
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        with_rows: bool = False,
+    ) -> Linear:
+        layer = make_linear(weight, bias, gated=gated, compress=self._compress, with_rows=with_rows)
+        if isinstance(layer, NativeLinear):
+            self.saved += layer.saved
+        return layer
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         return self._weights.read(weight).to(self._dtype)
@@ -110,6 +130,10 @@ class CpuModel:
             stay as they are.
         compress: compress bfloat16 matrices without loss; see linear.NativeLinear.
         groups: the ranks with the other parts.
+
+    Attributes:
+        saved_bytes: bytes of the weights that take no memory: by compression, or because an
+            embedding's rows are read from the file, whose pages the system can drop.
     """
 
     def __init__(
@@ -137,10 +161,7 @@ class CpuModel:
         if stage.is_last:
             self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
             table = load(spec.lm_head or spec.embedding)
-            if shared:
-                lm_head = make_linear(table, compress=compress, with_rows=True)
-            else:
-                lm_head = load.make(table)
+            lm_head = load.make_plain(table, with_rows=True) if shared else load.make(table)
             self._lm_head = lm_head
         if shared and isinstance(lm_head, NativeLinear):
             self._rows: Callable[[Tensor], Tensor] = lm_head.weight_rows
@@ -148,7 +169,10 @@ class CpuModel:
             # The LM head keeps the table itself where oneDNN cannot pack it.
             kept = shared and stage.is_last and not can_pack(dtype)
             rows = table if kept else weights.read(spec.embedding)
+            if spec.lm_head is not None or not stage.is_last:
+                load.saved += local.embedding.size * dtype.itemsize  # rows stay in the file
             self._rows = lambda token_ids: embedding(token_ids, rows).to(dtype)
+        self.saved_bytes = load.saved
         self._group = groups.tensor
         self._vocabulary = weights.parts(spec.embedding)[0]
         self._vocab_size = spec.vocab_size

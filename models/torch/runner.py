@@ -229,6 +229,11 @@ class TorchRunner:
         """This rank's bytes per KV cache block, over its layers."""
         return self._block_size * self._spec.kv_bytes_per_token(self._dtype)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of this rank's weights that take no memory; see `CpuModel`."""
+        return self._model.saved_bytes if isinstance(self._model, CpuModel) else 0
+
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate keys and values: [num_blocks, kv_heads, block_size, head_dim] for each layer."""
         shape = (num_blocks, self._spec.num_kv_heads, self._block_size, self._spec.head_dim)

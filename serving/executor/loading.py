@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,6 +126,7 @@ def load_model(
     """
     from weft.models.checkpoint.locate import read_spec
     from weft.models.memory.available import available_memory
+    from weft.models.memory.ledger import human_bytes
     from weft.models.spec.layout import Layout, check_layout
     from weft.models.torch.device import choose_device, free_memory
     from weft.models.torch.group import make_groups, meet
@@ -174,7 +175,7 @@ def load_model(
         free = available_memory() // context.ranks_on_node
     else:
         free = config.replica.memory // context.ranks_on_node
-    ledger = plan_memory(
+    plan = plan_memory(
         config,
         spec,
         layout,
@@ -184,7 +185,8 @@ def load_model(
         triton=triton,
         buffers=buffers,
         recorded=recorded,
-    ).ledger()
+    )
+    ledger = plan.ledger()
     if interpreted and context.rank == config.replica.number == 0:
         logger.warning(
             "--kernels overlapped: on CPUs kernels are interpreted; a step takes seconds"
@@ -203,7 +205,7 @@ def load_model(
     home = context_home = None
     if triton:
         home, context_home = homes(layout, device, kernels, groups, store)
-    runner: ModelRunner = TorchRunner.load(
+    torch_runner = TorchRunner.load(
         path,
         spec,
         dtype=dtype,
@@ -221,7 +223,16 @@ def load_model(
         context_home=context_home,
         cuda_graphs=config.cuda_graphs,
     )
-    runner.allocate_kv_cache(ledger.num_blocks)
+    if device.type == "cpu":
+        ledger = replace(plan, saved=torch_runner.saved_bytes).ledger()
+        ledger = ledger.with_blocks(groups.minimum(ledger.num_blocks))
+    if torch_runner.saved_bytes and context.rank == config.replica.number == 0:
+        logger.info(
+            "loaded weights take %s; the KV cache has %s blocks",
+            *(human_bytes(ledger.weights), f"{ledger.num_blocks:,}"),
+        )
+    torch_runner.allocate_kv_cache(ledger.num_blocks)
+    runner: ModelRunner = torch_runner
     if interpreted and context.rank == 0:
         logger.info("warming up: a short prompt")
         runner = SlowRunner(runner)

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.checkpoints import make_checkpoint, make_tokenizer
 from support.mock_ranks import RankRunner, batch
 
 from weft.errors import ConfigError, ModelError
-from weft.serving.config.settings import EngineConfig
+from weft.kernels.cpu import native
+from weft.models.checkpoint.locate import read_spec
+from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.engine.engine import AsyncEngine
 from weft.serving.engine.protocol import EngineStats
 from weft.serving.engine.sampling_params import SamplingParams
@@ -83,6 +86,28 @@ def test_the_ledger_and_the_progress_are_shown(
     assert (model.max_model_len, model.vocab_size, model.dtype) == (64, 320, "float32")
     assert f"{model.num_blocks:,} blocks of 8 tokens" in caplog.text
     loaded.runner.close()
+
+
+def test_the_cache_gets_the_memory_that_compression_saves(tmp_path: Path) -> None:
+    if not native.supports(torch.bfloat16):
+        pytest.skip("no compiled kernels here")
+    path = make_checkpoint(tmp_path, "llama", dtype="bfloat16", hidden_size=256, vocab_size=4096)
+    config = EngineConfig(
+        model=str(path),
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        max_num_seqs=1024,
+        replica=Replica(memory=20 << 20),
+    )
+    plain, compressed = (
+        load_model(replace(config, compress_weights=on), lambda done, total: None)
+        for on in (False, True)
+    )
+    spec = read_spec(path)
+    weights = spec.weight_bytes() - 2 * spec.embedding.size  # its rows are read from the file
+    gained = compressed.info.num_blocks - plain.info.num_blocks
+    each = compressed.runner.bytes_per_block
+    assert 0.2 * weights < gained * each < 0.25 * weights, "at most 12 of 16 bits remain"
 
 
 def test_a_context_above_the_models_is_refused(config: EngineConfig) -> None:
