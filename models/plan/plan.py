@@ -75,7 +75,8 @@ class Row:
 def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limits) -> list[Row]:
     """Return the rows that no other row beats in all figures, the cheapest first.
 
-    Rows that serve the load within the objective come before the others.
+    Rows that serve the load within the objective come before the others. A slice whose rows are all
+    beaten has its first one.
 
     Args:
         found: the choices, on one slice or several.
@@ -96,8 +97,12 @@ def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limi
     if not rows:
         assert refused is not None, "there are choices"
         raise refused
+    rows.sort(key=lambda row: (not row.keeps(objective), row.price, row.goals))
     best = [row for row in rows if not any(_beats(other.goals, row.goals) for other in rows)]
-    return sorted(best, key=lambda row: (not row.keeps(objective), row.price, row.goals))
+    first = {row.choice.place: row for row in reversed(rows)}
+    for row in best:
+        first.pop(row.choice.place, None)
+    return [row for row in rows if row in best or row is first.get(row.choice.place)]
 
 
 def load_curve(choice: Choice, load: Load, limits: Limits) -> list[tuple[float, Latency]]:
