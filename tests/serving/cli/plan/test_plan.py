@@ -62,10 +62,10 @@ def test_no_row_beats_another() -> None:
 
 
 def test_a_slice_whose_layouts_are_all_beaten_has_its_best_one() -> None:
-    alone = rows("weft-demo", "--for", "l40s:8", "--load", LOAD)
-    both = rows("weft-demo", "--for", "l40s:8,b200:1", "--load", LOAD)
-    assert [row for row in both if row["slice"] == "L40S:8"] == alone[:1]
-    assert both[0]["slice"] == "B200:1"
+    alone = rows("weft-demo", "--for", "a100:1", "--load", LOAD)
+    both = rows("weft-demo", "--for", "a100:1,mi300x:1", "--load", LOAD)
+    assert [row for row in both if row["slice"] == "A100:1"] == alone[:1]
+    assert both[0]["slice"] == "MI300X:1"
 
 
 def test_shares_of_a_step_add_up() -> None:
