@@ -27,6 +27,7 @@ from weft.models.interface import Int32
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.grammar.cache import LruCache
 from weft.serving.engine.grammar.compiler import ROOM
+from weft.serving.engine.grammar.utf8 import Utf8Rules
 from weft.serving.engine.protocol import Add, Compiled
 from weft.serving.engine.tokenizer import Tokenizer, load_tokenizer
 
@@ -73,6 +74,7 @@ class GrammarMatcher:
         end_token_ids: tokens that end the request.
         min_tokens: minimum number of tokens before an end token, unless nothing else can follow.
         unwanted: end tokens that must not occur, unless nothing else can follow.
+        utf8: excludes tokens that would make invalid UTF-8; None if no token does.
 
     Raises:
         RequestError: no token can come first.
@@ -86,8 +88,11 @@ class GrammarMatcher:
         end_token_ids: Collection[int],
         min_tokens: int = 0,
         unwanted: Collection[int] = (),
+        utf8: Utf8Rules | None = None,
     ) -> None:
         self._matcher = matcher
+        self._utf8 = utf8
+        self._newest: int | None = None
         self._min_tokens = min_tokens
         self._count = 0
         self._seconds = MAX_SECONDS  # left to use; each token adds some
@@ -105,6 +110,7 @@ class GrammarMatcher:
             if not self._matcher.accept_token(token):
                 return f"token {token} does not follow in the grammar"
             self._count += 1
+            self._newest = token
             self._fill()
         except RequestError as error:
             return error.message
@@ -125,6 +131,8 @@ class GrammarMatcher:
         mask = np.full_like(self._but_ends, -1)
         self._matcher.fill_next_token_bitmask(mask[None])
         mask &= self._all  # xgrammar does not clear the bits beyond the vocabulary
+        if self._utf8 is not None:
+            mask &= self._utf8.after(self._newest)
         if not mask.any():
             if not self._matcher.is_completed():
                 raise RequestError("none of the model's tokens can follow in the grammar")
@@ -158,6 +166,7 @@ class GrammarMatchers:
         self._lock = threading.Lock()
         self._tokens: xgrammar.TokenizerInfo | None = None
         self._control: frozenset[int] = frozenset()
+        self._utf8: Utf8Rules | None = None
         self._compiled: LruCache[tuple[ThreadPoolExecutor, Future[Any]]] = LruCache(ROOM)
 
     def keep(self, message: Compiled) -> None:
@@ -184,7 +193,9 @@ class GrammarMatchers:
         with self._lock:
             if self._tokens is None:
                 tokenizer = load_tokenizer(self._config)
-                self._tokens = tokens_of(tokenizer, self.vocab_size)
+                words = words_of(tokenizer, self.vocab_size)
+                self._utf8 = Utf8Rules(words)
+                self._tokens = tokens_of(tokenizer, words)
                 self._control = control_tokens(tokenizer)
         compiler = xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_enabled=False)
         return compiler.compile_structural_tag(text)
@@ -203,11 +214,11 @@ class GrammarMatchers:
         params = add.params
         unwanted = set(add.end_token_ids) - set(params.stop_token_ids) if params.ignore_eos else ()
         return GrammarMatcher(
-            matcher, self.vocab_size, add.end_token_ids, params.min_tokens, unwanted
+            *(matcher, self.vocab_size, add.end_token_ids, params.min_tokens, unwanted, self._utf8)
         )
 
 
-def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
+def words_of(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     """Return the bytes that each token adds to a text.
 
     Control tokens add none, so no grammar accepts them. Tokens around tool calls and thoughts get
@@ -217,14 +228,24 @@ def tokens_of(tokenizer: Tokenizer, vocab_size: int) -> xgrammar.TokenizerInfo:
         tokenizer: the model's tokenizer.
         vocab_size: number of columns of the model's logits.
     """
-    import xgrammar
-
     control = control_tokens(tokenizer)
     words = [b"" if i in control else tokenizer.token_bytes(i) for i in range(vocab_size)]
     for text, token in tokenizer.mark_tokens.items():
         if token < vocab_size:
             words[token] = NO_TEXT + text.encode()
-    ends = [token for token in tokenizer.eos_token_ids if token < vocab_size]
+    return words
+
+
+def tokens_of(tokenizer: Tokenizer, words: list[bytes]) -> xgrammar.TokenizerInfo:
+    """Return xgrammar's form of a vocabulary.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        words: from `words_of`.
+    """
+    import xgrammar
+
+    ends = [token for token in tokenizer.eos_token_ids if token < len(words)]
     return xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, stop_token_ids=ends)
 
 

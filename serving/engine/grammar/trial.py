@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
 from weft.errors import RequestError
-from weft.serving.engine.grammar.matcher import NO_TEXT, control_tokens, tokens_of
+from weft.serving.engine.grammar.matcher import NO_TEXT, control_tokens, tokens_of, words_of
 from weft.serving.engine.grammar.messages import Answer, Vocabulary
 from weft.serving.engine.grammar.structural_tag import (
     as_format,
@@ -61,9 +61,10 @@ class Compiler:
             xgrammar.VocabType.RAW,
             stop_token_ids=[END],
         )
+        words = words_of(self._tokenizer, vocabulary.size)
         self._for_tokens, self._for_bytes = (
             xgrammar.GrammarCompiler(each, max_threads=1, cache_enabled=False)
-            for each in (tokens_of(self._tokenizer, vocabulary.size), small)
+            for each in (tokens_of(self._tokenizer, words), small)
         )
 
     def compile(self, grammar: Grammar) -> Answer:
