@@ -1,7 +1,11 @@
-"""Throughput that others measured, beside the planner's: the table in docs/plan.md is true.
+"""Figures that others measured, beside the planner's: the tables in docs/plan.md are true.
 
-Llama 3 70B in FP16 with TensorRT-LLM 0.10: 2,000 requests at once, with the limits below
-(docs/source/performance/perf-overview.md in its repository). Nothing is tuned to these figures.
+- TensorRT-LLM 0.10, Llama 3 70B in FP16: 2,000 requests at once, with the limits below
+  (docs/source/performance/perf-overview.md in its repository).
+- vLLM 0.6.0, models in bfloat16: 320 requests from ShareGPT at once, ten steps for each call of the
+  scheduler (results/prompt_320 in LambdaLabsML/vllm-benchmark, 7 and 8 September 2024).
+
+Nothing is tuned to these figures.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from weft.models.checkpoint.locate import read_spec
+from weft.models.plan.batch import Batch
 from weft.models.plan.choices import Limits, choices
 from weft.models.plan.hardware import read_slice
 from weft.models.plan.load import Load, Objective
 from weft.models.plan.plan import plan
+from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 PAGE = Path(__file__).parents[3] / "docs/plan.md"
@@ -50,6 +56,31 @@ PUBLISHED = {
     "H100:8": (7126.51, 1010.5, 7205.34, 3523.17),
 }
 """Tokens of answers per second for each of `LENGTHS`; all GPUs of the slice hold one replica."""
+LLAMA_8B = CONFIG | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+MIXTRAL_8X7B = LLAMA_8B | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+CONTEXT = 300
+"""Mean tokens that a decode attends to: a prompt has 205, an answer 190."""
+VLLM = [
+    ("Llama 3 8B", LLAMA_8B, "H100:1", 6026.61, 126.357),
+    ("Llama 3 8B", LLAMA_8B, "H100:8", 10242.68, 71.980),
+    ("Llama 3 70B", CONFIG, "H100:8", 3301.05, 195.167),
+    ("Mixtral 8x7B", MIXTRAL_8X7B, "H100:8", 3279.87, 104.094),
+]
+"""Model, slice, tokens of answers per second, and the median milliseconds for ten steps."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +88,31 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     folder = tmp_path_factory.mktemp("llama")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return read_spec(folder)
+
+
+@pytest.mark.parametrize(("model", "config", "name", "throughput", "ten_steps"), VLLM)
+def test_the_page_has_each_published_step(
+    model: str,
+    config: dict[str, object],
+    name: str,
+    throughput: float,
+    ten_steps: float,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    place, published = read_slice(name), ten_steps / 10
+    (choice,) = (
+        each
+        for each in choices(read_spec(tmp_path), place, LIMITS)
+        if each.layout == Layout(place.devices)
+    )
+    decodes = round(throughput * published / 1000)  # Little's law
+    predicted = 1000 * choice.engine.seconds(Batch(decodes, CONTEXT))
+    row = (
+        f"| {model} | {name} | {decodes} | {predicted:.1f} | {published:.1f} "
+        f"| {predicted / published:.2f} |"
+    )
+    assert row in PAGE.read_text(), f"docs/plan.md must have {row}"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
