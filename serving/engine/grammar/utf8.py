@@ -27,7 +27,7 @@ _PAIR = re.compile(
 
 
 class Utf8Rules:
-    """Which tokens may follow a token without making invalid UTF-8.
+    """Rules for the tokens that may follow a token without making invalid UTF-8.
 
     Args:
         words: each token's bytes.
