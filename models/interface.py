@@ -204,6 +204,7 @@ class StepOutput(msgspec.Struct, frozen=True):
         pooled: float32[E, hidden]; sums of hidden states after the final norm.
         seconds: time that the step took on the device. With pipeline stages, time in the last
             stage, without waiting for other stages.
+        compilations: kernels or programs that were compiled while the step waited.
     """
 
     step: int
@@ -213,6 +214,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: Logprobs | None = None
     pooled: Float32 = msgspec.field(default_factory=lambda: NO_VECTORS)
     seconds: float = 0.0
+    compilations: int = 0
 
 
 Step = tuple[StepInput | None, ...]

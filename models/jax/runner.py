@@ -132,11 +132,6 @@ class JaxRunner:
         """Each device's bytes per KV cache block, over all layers."""
         return self._block_size * self._layout.local(self._spec).kv_bytes_per_token(self._dtype)
 
-    @property
-    def compiles_after_warm_up(self) -> int:
-        """Programs that XLA has compiled in this process since `warm_up`; each delayed a step."""
-        return 0 if self._counter is None else self._counter.count
-
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache: [num_blocks, Hk, block_size, 2 D] for each layer, cut by heads."""
         self._program = Program(
@@ -172,6 +167,7 @@ class JaxRunner:
         One thread dispatches steps in order; another thread may wait for them.
         """
         started = time.perf_counter()
+        compiled = self._compiled()
         bucket = self._buckets.choose(batch)
         rows = self._rows(batch, bucket)
         arrays = self._buckets.pad(batch, bucket)
@@ -186,6 +182,8 @@ class JaxRunner:
         sums = self._pool(bucket, hidden, batch)
         tops = self._settings.logprobs(batch.sample_slot)
 
+        compilations = self._compiled() - compiled
+
         def finish() -> StepOutput:
             result = StepOutput(batch.step)
             if sampled is not None:
@@ -197,9 +195,18 @@ class JaxRunner:
             # The devices began this step when the one before was done.
             ended = time.perf_counter()
             seconds, self._free_at = ended - max(started, self._free_at), ended
-            return replace(result, prompt_logprobs=prompt, pooled=pooled, seconds=seconds)
+            return replace(
+                result,
+                prompt_logprobs=prompt,
+                pooled=pooled,
+                seconds=seconds,
+                compilations=compilations,
+            )
 
         return finish
+
+    def _compiled(self) -> int:
+        return 0 if self._counter is None else self._counter.count
 
     def close(self) -> None:
         """Release the weights and the cache, and leave other processes; no step can follow."""

@@ -48,6 +48,7 @@ from weft.models.torch.pipe import Pipe
 from weft.models.torch.sampler import Masks, Sampler
 
 if TYPE_CHECKING:
+    from weft.kernels.gpu.runtime.compilations import Compilations
     from weft.models.torch.exchange import Exchange
     from weft.models.torch.gpu_model import GpuModel
     from weft.models.torch.graphs import Forward, Graphs
@@ -116,6 +117,7 @@ class TorchRunner:
         self._device = device
         self._sampler = Sampler(vocab_size, max_num_seqs, device)
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._compilations: Compilations | None = None
         self._graphs: Graphs | None = None
         if graph_sizes:
             from weft.models.torch.graphs import Graphs  # imports triton
@@ -260,10 +262,20 @@ class TorchRunner:
             for tokens in sorted({min(size, self._max_tokens) for size in WARM_UP_PROMPTS}):
                 step = _single_request(range(tokens), blocks=-(-tokens // self._block_size))
                 self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
+            from weft.kernels.gpu.runtime.compilations import Compilations  # imports triton
+
+            self._compilations = Compilations()
 
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
         """See `ModelRunner.step`."""
+        if self._compilations is None:
+            return self._step(batch)
+        before = self._compilations.count
+        output = self._step(batch)
+        return replace(output, compilations=self._compilations.count - before)
+
+    def _step(self, batch: StepInput) -> StepOutput:
         started = self._clock()
         if not len(batch.token_ids):
             self._model.run_empty(batch.group_sizes)
@@ -308,6 +320,8 @@ class TorchRunner:
 
     def close(self) -> None:
         """Release the weights and the cache; no step can follow."""
+        if self._compilations is not None:
+            self._compilations.close()
         self._pipe.close()
         self._cache.clear()
         self._graphs = None

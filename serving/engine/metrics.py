@@ -222,6 +222,10 @@ class _EngineCollector(Collector):
             "preemptions": ("Requests preempted to free their blocks", stats.preemptions),
             "engine_steps": ("Model steps", stats.steps),
             "engine_step_seconds": ("Time spent in steps", stats.step_seconds),
+            "engine_compilations": (
+                "Kernels or programs compiled while a step waited",
+                stats.compilations,
+            ),
             "prompt_tokens": ("Prompt tokens computed or cached", stats.prompt_tokens),
             "generation_tokens": ("Generated tokens", stats.generation_tokens),
         }

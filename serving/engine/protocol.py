@@ -153,6 +153,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         preemptions: number of times that a request lost its blocks to an earlier one.
         steps: number of finished steps.
         step_seconds: time that finished steps took on the device.
+        compilations: kernels or programs that were compiled during these steps.
         prompt_tokens, generation_tokens: prompt tokens of admitted requests, and sampled tokens.
         rank_seconds: seconds that each rank has spent in steps; empty with one rank.
     """
@@ -166,6 +167,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    compilations: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     rank_seconds: tuple[float, ...] = ()

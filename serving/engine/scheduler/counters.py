@@ -16,6 +16,7 @@ class Counters:
         requests: requests that were added.
         submitted, finished: steps that were scheduled, and steps that have come back.
         step_seconds: time that finished steps took on the device.
+        compilations: kernels or programs that were compiled during these steps.
         preemptions: number of times that a request lost its blocks to an earlier one.
         prefix_queries: tokens of admitted requests that were looked up in the prefix cache.
         prefix_hits: number of these tokens that were found.
@@ -26,6 +27,7 @@ class Counters:
     submitted: int = 0
     finished: int = 0
     step_seconds: float = 0.0
+    compilations: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -49,6 +51,7 @@ class Counters:
             preemptions=self.preemptions,
             steps=self.finished,
             step_seconds=self.step_seconds,
+            compilations=self.compilations,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
         )

@@ -99,6 +99,7 @@ class Scheduler:
         assert result.step == expected, f"step {result.step} came back, not {expected}"
         self._counters.finished += 1
         self._counters.step_seconds += result.seconds
+        self._counters.compilations += result.compilations
         self._slots.finished(step.slots, step.batch.context_len)
 
         if result.prompt_logprobs is not None:

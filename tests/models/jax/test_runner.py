@@ -131,7 +131,25 @@ def test_torch_and_jax_give_the_same_tokens_and_log_probabilities(
                 np.testing.assert_array_equal(a.rank, b.rank)
         assert ours.token_ids.dtype == ours.status.dtype == np.int32
         assert ours.seconds > 0
-    assert runner.compiles_after_warm_up == 0
+        assert ours.compilations == torchs.compilations == 0
+
+
+def test_a_program_that_is_compiled_in_a_step_is_counted(
+    runner: JaxRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = runner._rows
+
+    def compiling(*args: Any) -> Any:
+        jax.jit(lambda x: x + 41)(np.zeros(7)).block_until_ready()
+        return rows(*args)
+
+    driver = _driver(runner)
+    sampled = driver.add(_prompt(5), 12)
+    assert driver.step((sampled, 5)).compilations == 0
+    monkeypatch.setattr(runner, "_rows", compiling)
+    assert driver.step((sampled, 1)).compilations == 1
+    monkeypatch.undo()
+    assert driver.step((sampled, 1)).compilations == 0
 
 
 def test_steps_are_dispatched_before_the_last_one_is_read(runner: JaxRunner) -> None:
@@ -216,9 +234,9 @@ def test_sums_of_hidden_states(path: Path, runner: JaxRunner) -> None:
         assert len(sampled.output) == 3
         assert not short.output
         found.append([step.pooled for step in steps])
+        assert not any(step.compilations for step in steps)
     assert np.isnan(found[0][0][2]).all()
     assert np.isfinite(found[0][0][:2]).all()
     for ours, torchs in zip(*found, strict=True):
         assert ours.dtype == np.float32
         np.testing.assert_allclose(ours, torchs, atol=1e-4)
-    assert runner.compiles_after_warm_up == 0

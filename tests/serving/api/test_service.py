@@ -64,6 +64,7 @@ def test_metrics(server: Server, http: httpx.Client) -> None:
         "preemptions_total",
         "engine_steps_total",
         "engine_step_seconds_total",
+        "engine_compilations_total",
         "prompt_tokens_total",
         "generation_tokens_total",
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,8 @@ def test_served_over_http_on_two_devices_of_one_process(
                 pool.map(lambda _: server.http.post("/v1/completions", json=body), range(4))
             )
         log = server.log.read_text()
+        metrics = server.http.get("/metrics").text
+    assert re.search(r"^weft_engine_compilations_total{.*} 0.0$", metrics, re.MULTILINE)
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected.text}
     assert "compiled" in log
