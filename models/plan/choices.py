@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from weft.errors import ConfigError
 from weft.models.memory.activations import (
@@ -31,6 +32,8 @@ from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
 CPU = "cpu"
 FORMATS = {CPU: ("none", "int8")}
 """Quantisations that each kind of device serves, by its name; others serve unquantised weights."""
+BITS = {"none": None, "int8": 8}
+"""Bits of a weight in each quantisation; None is the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +101,10 @@ def choices(
     spec, compute = anonymous(spec), spec.compute_dtype(dtype)
     found, missing = [], []
     for layout in _layouts(spec, place):
-        for quantization in FORMATS.get(place.device.name, ("none",)):
+        for quantization in formats(place):
             plan = _memory(spec, place, layout, limits, compute, quantization)
             if not plan.fits:
-                missing.append(plan.fixed + plan.request_bytes - plan.budget)
+                missing.append((plan.fixed + plan.request_bytes - plan.budget, quantization))
                 continue
             engine = Engine(
                 *(spec, layout, place, Precision(compute, quantization)),
@@ -112,6 +115,11 @@ def choices(
     if not found:
         raise ConfigError(_misfit(spec, place, limits, compute, missing))
     return found
+
+
+def formats(place: Slice) -> tuple[str, ...]:
+    """Return the quantisations that weft serves on a slice."""
+    return FORMATS.get(place.device.name, ("none",))
 
 
 def fewest_ranks(
@@ -214,32 +222,46 @@ def _memory(
 
 
 def _misfit(
-    spec: ModelSpec, place: Slice, limits: Limits, dtype: str, missing: Sequence[int]
+    spec: ModelSpec,
+    place: Slice,
+    limits: Limits,
+    dtype: str,
+    missing: Sequence[tuple[int, str]],
 ) -> str:
-    """Say how much memory is missing, and what would fit."""
+    """Say how much memory is missing, and what would fit.
+
+    Args:
+        missing: bytes on each device, and the quantisation, for each choice.
+    """
     weights = human_bytes(spec.weight_bytes(dtype))
     start = f"the model does not fit on {place}: its weights take {weights}"
     if not missing:
         return f"{start}, and its sizes allow no layout with up to {place.devices} devices"
-    lacks = f"each device lacks {human_bytes(min(missing))} with the best layout"
+    least, quantization = min(missing)
+    weights_there = "" if quantization == "none" else f" and {quantization} weights"
+    lacks = f"each device lacks {human_bytes(least)} with the best layout{weights_there}"
     shorter = _longest_that_fits(spec, place, limits, dtype)
     if shorter:
         return f"{start}, and {lacks}; it would fit with --max-model-len {shorter}"
     remedy = "choose a larger slice or a smaller model"
-    if (bits := _narrow_weights(spec, place, dtype, missing)) is not None:
+    unquantized = min(each for each, quantization in missing if quantization == "none")
+    if (bits := _narrow_weights(spec, place, dtype, unquantized)) is not None:
         remedy += f". Weights with {bits} bits would fit, but weft does not serve them there yet"
     return f"{start}, and {lacks}; {remedy}"
 
 
-def _narrow_weights(
-    spec: ModelSpec, place: Slice, dtype: str, missing: Sequence[int]
-) -> int | None:
+def _narrow_weights(spec: ModelSpec, place: Slice, dtype: str, missing: int) -> int | None:
     """Return the bits, 8 or 4, of weights that would fit; None if neither does.
 
     The best layout divides the weights by all devices.
+
+    Args:
+        missing: bytes that each device lacks without quantisation.
     """
     own, full = spec.weight_bytes(dtype) / place.devices, 8 * DTYPE_BYTES[dtype]
-    return next((bits for bits in (8, 4) if own * (1 - bits / full) >= min(missing)), None)
+    served = [BITS[each] for each in formats(place)]
+    narrow = (bits for bits in (8, 4) if bits not in served)
+    return next((bits for bits in narrow if own * (1 - bits / full) >= missing), None)
 
 
 def _longest_that_fits(spec: ModelSpec, place: Slice, limits: Limits, dtype: str) -> int:
@@ -247,8 +269,8 @@ def _longest_that_fits(spec: ModelSpec, place: Slice, limits: Limits, dtype: str
     length = 1 << (limits.max_model_len - 1).bit_length() - 1
     while length >= 1024:
         fewer = replace(limits, max_model_len=length)
-        layouts = _layouts(spec, place)
-        if any(_memory(spec, place, each, fewer, dtype, "none").fits for each in layouts):
+        tried = product(_layouts(spec, place), formats(place))
+        if any(_memory(spec, place, layout, fewer, dtype, each).fits for layout, each in tried):
             return length
         length //= 2
     return 0

@@ -198,6 +198,11 @@ def _read_device(path: Path, name: str, table: Any) -> Device:
     numbers = dict(table)
     like = numbers.pop("like", name)
     base = _find(str(like), DEVICES)
+    if base is None and "like" not in table:
+        raise ConfigError(
+            f"{where}: like is missing; a new device has all other numbers of a known one: like = "
+            f"one of {', '.join(DEVICES)}"
+        )
     if base is None:
         raise ConfigError(f"{where}: like is {like!r}; it must be one of {', '.join(DEVICES)}")
     values: dict[str, Any] = {}

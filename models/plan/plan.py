@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError
 from weft.models.plan.batch import Batch
-from weft.models.plan.choices import Choice, Limits
+from weft.models.plan.choices import Choice, Limits, formats
 from weft.models.plan.load import Latency, Load, Objective
 from weft.models.plan.steady_state import Steady, largest_rate, steady_state
 from weft.models.plan.times import Part
@@ -21,8 +21,8 @@ NOTHING = 1e-3  # requests per second; below it, an engine cannot be said to ser
 CURVE = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97, 0.99)
 """Points of a load curve, as shares of the capacity."""
 REMEDIES = {
-    "arithmetic": "more devices for each replica, or faster products (int8)",
-    "memory": "more devices for each replica, or smaller weights (quantised)",
+    "arithmetic": "more devices for each replica",
+    "memory": "more devices for each replica",
     "exchange": "fewer ranks and more replicas, or faster links",
     "launch": "fewer, larger kernels: CUDA graphs, or a larger batch",
     "host": "a larger batch: the host's work is the same for each step",
@@ -59,6 +59,20 @@ class Row:
         """The resource that takes the largest share of a step."""
         return max(self.shares, key=lambda name: self.shares[name])
 
+    @property
+    def remedy(self) -> str:
+        """Way to relieve this resource."""
+        choice, remedy = self.choice, REMEDIES[self.limit]
+        others = [each for each in formats(choice.place) if each != "none"]
+        if self.limit in ("arithmetic", "memory") and choice.quantization == "none" and others:
+            remedy += f", or --quantization {' or '.join(others)}"
+        return remedy
+
+    @property
+    def hourly(self) -> float:
+        """US dollars for an hour of the slice."""
+        return self.choice.place.device.price * self.choice.place.devices
+
     def keeps(self, objective: Objective) -> bool:
         """Return whether the load is served within the objective."""
         return self.steady is not None and objective.met(self.steady.latency)
@@ -66,10 +80,10 @@ class Row:
     @property
     def goals(self) -> tuple[float, ...]:
         """Figures of which less is better."""
-        if self.steady is None:
-            return (math.inf, math.inf, -self.tokens_per_second, self.price)
-        latency = self.steady.latency
-        return (latency.ttft_p99, latency.itl_p99, -self.tokens_per_second, self.price)
+        ttft = itl = math.inf
+        if self.steady is not None:
+            ttft, itl = self.steady.latency.ttft_p99, self.steady.latency.itl_p99
+        return (self.hourly, self.price, ttft, itl, -self.tokens_per_second)
 
 
 def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limits) -> list[Row]:
@@ -97,7 +111,7 @@ def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limi
     if not rows:
         assert refused is not None, "there are choices"
         raise refused
-    rows.sort(key=lambda row: (not row.keeps(objective), row.price, row.goals))
+    rows.sort(key=lambda row: (not row.keeps(objective), row.goals))
     best = [row for row in rows if not any(_beats(other.goals, row.goals) for other in rows)]
     first = {row.choice.place: row for row in reversed(rows)}
     for row in best:

@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 from weft.models.memory.ledger import human_bytes
 from weft.models.plan.choices import Limits
 from weft.models.plan.load import Objective
-from weft.models.plan.plan import REMEDIES, Row
+from weft.models.plan.plan import Row
 
 TYPES = {"A100": "a100-80gb"}
 """The chart's accelerator types, for devices whose name in lower case is another type."""
@@ -48,6 +48,7 @@ def table(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
         "ITL ms",
         "req/s",
         "tokens/s",
+        "$/h",
         "$/Mtok",
         "limit",
     )
@@ -56,7 +57,7 @@ def table(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
     lines = [f"{asked.model} for {asked.load}{slo}", ""]
     for line in cells:
         aligned = (
-            cell.ljust(width) if i in (0, 2, 8) else cell.rjust(width)
+            cell.ljust(width) if i in (0, 2, 9) else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         lines.append("  ".join(aligned).rstrip())
@@ -68,17 +69,22 @@ def table(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
     if not all(row.keeps(objective) for row in rows):
         lines.append("! beyond the limits, or too slow for the load")
     if not any(row.keeps(objective) for row in rows):
-        most = max(row.capacity for row in rows)
-        lines.append(f"no row serves this load: the most is {most:.3g} requests/s")
+        lines.append(f"no row serves this load{slo}: {_most(rows)}")
     first = rows[0]
+    load = f"{first.rate:.3g} requests/s under this load" if first.rate else _most(rows[:1])
     lines += [
         "",
         f"{first.choice.place} {first.choice.flags}: {_advice(first)}",
-        f"  {first.rate:.3g} requests/s under this load",
+        f"  {load}",
         *(f"  {line}" for line in first.choice.ledger.render().splitlines()),
         *("", *asked.misfits)[: len(asked.misfits) + 1 if asked.misfits else 0],
     ]
     return "\n".join(lines)
+
+
+def _most(rows: Sequence[Row]) -> str:
+    most = max(row.capacity for row in rows)
+    return f"the most is {most:.3g} requests/s" if most else "no rate is within the limits"
 
 
 def _cells(row: Row, objective: Objective) -> tuple[str, ...]:
@@ -94,6 +100,7 @@ def _cells(row: Row, objective: Objective) -> tuple[str, ...]:
         itl,
         f"{row.capacity:.3g}",
         f"{row.tokens_per_second:,.0f}",
+        f"{row.hourly:.2f}",
         "-" if math.isinf(row.price) else f"{row.price:.2f}",
         f"{row.limit} {row.shares[row.limit]:.0%}",
     )
@@ -104,7 +111,7 @@ def _pair(median: float, worst: float) -> str:
 
 
 def _advice(row: Row) -> str:
-    return f"{row.shares[row.limit]:.0%} of a step is {row.limit}; less with {REMEDIES[row.limit]}"
+    return f"{row.shares[row.limit]:.0%} of a step is {row.limit}; less with {row.remedy}"
 
 
 def document(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
@@ -135,6 +142,7 @@ def _entry(row: Row, objective: Objective) -> dict[str, object]:
         "rate": row.rate,
         "largest_rate": row.capacity,
         "tokens_per_second": row.tokens_per_second,
+        "dollars_per_hour": row.hourly,
         "dollars_per_million_tokens": None if math.isinf(row.price) else row.price,
         "shares": row.shares,
         "memory": {
@@ -153,10 +161,9 @@ def helm(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
         ConfigError: no row serves the load within the limits.
     """
     if not rows[0].keeps(objective):
-        most = max(row.capacity for row in rows)
         raise ConfigError(
-            f"--load is {asked.load}; no row serves it within the limits, and the most is "
-            f"{most:.3g} requests/s: choose a larger slice, a lower load or other limits"
+            f"--load is {asked.load}; no row serves it within the limits, and {_most(rows)}: "
+            "choose a larger slice, a lower load or other limits"
         )
     choice, limits = rows[0].choice, asked.limits
     device = choice.place.device

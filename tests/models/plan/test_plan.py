@@ -67,6 +67,20 @@ def test_the_host_works_once_for_all_stages() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("place", "quantization", "advised"),
+    [("cpu:1", "none", True), ("cpu:1", "int8", False), ("h100:1", "none", False)],
+)
+def test_int8_is_advised_where_it_is_served_and_not_in_use(
+    place: str, quantization: str, advised: bool
+) -> None:
+    found = choices(read_spec(locate("weft-demo")), read_slice(place), LIMITS)
+    choice = next(each for each in found if each.quantization == quantization)
+    for resource in ("memory", "arithmetic"):
+        limited = replace(row(choice, "in=100,out=20,rate=1"), shares={resource: 1.0})
+        assert ("--quantization int8" in limited.remedy) == advised
+
+
 def test_a_load_curve_rises_to_the_capacity() -> None:
     choice = chosen("weft-demo", "h100:8", Layout(tp=2))
     curve = load_curve(choice, Load.parse("in=1000,out=200,users=5"), LIMITS)

@@ -18,6 +18,19 @@ from weft.models.plan.switches import Decision, Torus
 from weft.serving.cli.main import weft
 
 LOAD = "in=100,out=20,rate=2"
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
 EIGHT = ("--for", "h100:8", "--load", LOAD)
 
 
@@ -198,6 +211,46 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
         planned(str(model), "--for", "tiny:1", "--load", LOAD, "--devices", str(file))
     text = planned(str(model), "--for", "tiny:1,h100:1", "--load", LOAD, "--devices", str(file))
     assert "does not fit on tiny:1" in text
+
+
+@pytest.mark.parametrize(
+    ("place", "more", "says"),
+    [
+        (
+            "cpu:1",
+            ("--max-model-len", "2048"),
+            r"lacks 2.03 GiB with the best layout and int8 weights; .* Weights with 4 bits would",
+        ),
+        ("cpu:2", (), "int8 weights; it would fit with --max-model-len 32768$"),
+        ("v6e:1x1", (), "the best layout; it would fit with --max-model-len 65536$"),
+    ],
+)
+def test_a_misfit_counts_the_formats_that_are_served(
+    place: str, more: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    with pytest.raises(ConfigError, match=says):
+        planned(str(tmp_path), "--for", place, "--load", LOAD, *more)
+
+
+def test_the_cheapest_slice_for_a_small_load_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    found = rows(str(tmp_path), "--for", "h100:8,h100:1", "--load", LOAD)
+    assert [row["slice"] for row in found][:2] == ["H100:1", "H100:8"]
+    assert found[0]["dollars_per_hour"] * 8 == found[1]["dollars_per_hour"]
+
+
+@pytest.mark.parametrize(
+    ("load", "slo", "says"),
+    [
+        ("in=100,out=20,rate=1e5", "", "no row serves this load: the most is "),
+        (LOAD, "ttft=1e-6", "within ttft p99 1e-06 s: no rate is within the limits"),
+    ],
+)
+def test_a_load_that_no_row_serves(load: str, slo: str, says: str) -> None:
+    text = planned("weft-demo", "--for", "l40s:1", "--load", load, "--slo", slo)
+    assert says in text
+    assert " 0 requests/s" not in text
 
 
 @pytest.mark.parametrize(
