@@ -168,6 +168,7 @@ class ResponsesRequest(InputTokensRequest):
     user: str | None = None
     # Unsupported; null is the same as absent.
     access_programs: None = None
+    background_options: None = None
     context_management: None = None
     image: None = None
     moderation: None = None
