@@ -101,6 +101,8 @@ class _Writer:
         self._id = new_id("chatcmpl")
         self._created = now()
         self._calls = [0] * generation.count  # number of calls in each answer, so far
+        # Of each answer: its newest piece is content. Thoughts come before it.
+        self._in_content = [form.reasoning is None] * generation.count
         last = body.messages[-1]
         self._echo = text_of(last) if body.echo and last.role == "assistant" else ""
 
@@ -203,9 +205,12 @@ class _Writer:
             if not (isinstance(piece, Reasoning) and self._body.include_reasoning is False)
         ]
         token_ids = self._token_ids(part)
-        # A delta without text is sent too, because clients measure the time between tokens.
+        # A delta without text is sent too, because clients measure the time between tokens. In a
+        # thought or a call it has no content: some clients take that for the end of the thought.
+        if part.pieces:
+            self._in_content[part.index] = isinstance(part.pieces[-1], Content)
         if not deltas and (part.logprobs or token_ids or part.finish_reason is None):
-            deltas = [ChatDelta(content="")]
+            deltas = [ChatDelta(content="") if self._in_content[part.index] else ChatDelta()]
         logprobs = self._logprobs(part)
         for delta in deltas:
             yield ChatChunkChoice(part.index, delta, logprobs=logprobs, token_ids=token_ids)

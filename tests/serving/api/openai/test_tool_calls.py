@@ -68,13 +68,20 @@ def events(server: Server, text: str, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2]]
 
 
+_KINDS = ("content", "reasoning_content", "tool_calls")
+
+
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that the deltas join to, with the finish_reason; their shape is checked."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
+    newest = ""
     for chunk in chunks[:-1]:
         (choice,) = chunk["choices"]
         assert "finish_reason" not in message, "an event after the answer's end"
         delta = choice["delta"]
+        if newest in ("reasoning_content", "tool_calls"):
+            assert delta.get("content") != "", "which some clients take for a thought's end"
+        newest = next((kind for kind in _KINDS if delta.get(kind)), newest)
         message["content"] += delta.get("content") or ""
         message["reasoning_content"] += delta.get("reasoning_content", "")
         assert delta.get("reasoning") == delta.get("reasoning_content")
