@@ -312,6 +312,7 @@ class _hub_errors:  # noqa: N801  # used as a function
             "the cache "
             f"({model.cache}) here, or give its directory"
         )
+        no_directory = "" if model.by_url else "there is no such directory, and "
         if isinstance(error, errors.GatedRepoError):
             text = (
                 f"its owner asks for consent: accept the terms at {hub}/{model.id}, and set "
@@ -321,7 +322,7 @@ class _hub_errors:  # noqa: N801  # used as a function
             text = f"{hub} has the model, but not the revision {model.revision!r}"
         elif isinstance(error, errors.RepositoryNotFoundError) or refused == 404:
             text = (
-                f"there is no such directory, and {hub} has no such model; if it is private, "
+                f"{no_directory}{hub} has no such model; if it is private, "
                 "HF_TOKEN must hold a token that may read it"
             )
         elif refused in (401, 403):
@@ -331,10 +332,7 @@ class _hub_errors:  # noqa: N801  # used as a function
         elif _caused_by(error, (errors.OfflineModeIsEnabled,)):
             text = f"it is not in the cache, and HF_HUB_OFFLINE is set; {elsewhere}"
         elif _caused_by(error, _network_errors()):
-            text = (
-                f"there is no such directory, and {hub} cannot be reached "
-                f"({_first_line(error)}); {elsewhere}"
-            )
+            text = f"{no_directory}{hub} cannot be reached ({_first_line(error)}); {elsewhere}"
         elif isinstance(error, OSError) and error.errno is not None:
             text = (
                 f"cannot write to {model.cache}: {error.strerror}; HF_HOME names another folder "

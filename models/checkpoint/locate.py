@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,12 @@ class HubModel:
     Attributes:
         id: OWNER/NAME.
         revision: a branch, a tag or a commit.
+        by_url: the user gave a URL with hf://, which can be no directory.
     """
 
     id: str
     revision: str = "main"
+    by_url: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return self.id if self.revision == "main" else f"{self.id} at {self.revision}"
@@ -159,7 +161,7 @@ def remote(model: str, revision: str | None = None) -> HubModel | Bucket | None:
         return None
     if not _HUB_ID.fullmatch(name):
         return None
-    return HubModel(name, revision or "main")
+    return HubModel(name, revision or "main", is_url)
 
 
 def is_like_a_model(text: str) -> bool:

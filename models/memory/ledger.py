@@ -102,7 +102,9 @@ class Ledger:
 
 
 def human_bytes(size: int) -> str:
-    """Format a size as `12.0 KiB`, `942.3 MiB` or `5.21 GiB`."""
+    """Format a size as `12 bytes`, `12.0 KiB`, `942.3 MiB` or `5.21 GiB`."""
+    if size < KIB:
+        return f"{size} bytes"
     if size < MIB:
         return f"{size / KIB:.1f} KiB"
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"

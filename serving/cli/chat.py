@@ -7,6 +7,7 @@ answered does not end the conversation.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from weft.serving.engine.sampling_params import SamplingParams
     from weft.serving.llm import LLM, Conversation, Prompt
 
+_COMMAND = re.compile(r"/[a-z]+( .*)?")
 HELP = "/reset starts a new conversation, /system TEXT sets the instructions, /exit ends"
 
 
@@ -100,6 +102,8 @@ def converse(llm: LLM, params: SamplingParams, system: str | None = None) -> Non
             messages = _opening(system)
         elif command == "/help":
             print(HELP, file=sys.stderr)
+        elif interactive and _COMMAND.fullmatch(line):
+            print(f"weft: there is no {command}; {HELP}", file=sys.stderr)
         elif line.strip():
             messages.append({"role": "user", "content": line})
             try:

@@ -132,7 +132,8 @@ def _from_environment(environment: Mapping[str, str]) -> Layer:
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
         if variable not in variables:
-            near = _nearest(variable, [*variables, FILE_VARIABLE])
+            known = [each.removeprefix(PREFIX) for each in (*variables, FILE_VARIABLE)]
+            near = _nearest(variable.removeprefix(PREFIX), known, PREFIX)
             raise ConfigError(f"unknown environment variable {variable}{near}")
         layer[variables[variable]] = (text, variable)
     return layer
@@ -142,7 +143,7 @@ def _from_flags(flags: Mapping[str, Any]) -> Layer:
     return {name: (raw, SETTINGS[name].flag) for name, raw in flags.items()}
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """Suggest the nearest known name, if there is one."""
+def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Suggest the nearest known name, if there is one, with a prefix that all have."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else "; see `weft config` for all"
+    return f"; did you mean {prefix}{near[0]}?" if near else "; see `weft config` for all"

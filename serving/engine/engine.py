@@ -29,6 +29,7 @@ from weft.serving.engine.generation_config import GenerationConfig, load_generat
 from weft.serving.engine.grammar.compiler import GrammarCompiler
 from weft.serving.engine.model_files import (
     check_model,
+    warn_of_ignored_defaults,
     warn_of_large_tokenizer,
     warn_of_unread_fields,
 )
@@ -117,6 +118,7 @@ class AsyncEngine:
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config)
         self.pooling = await asyncio.to_thread(_pooling, self.config)
         self.generation_config = await asyncio.to_thread(load_generation_config, self.config)
+        warn_of_ignored_defaults(self.generation_config)
         await self._supervisor.load()
         self._grammars = GrammarCompiler(self.config, self.info.vocab_size)
 

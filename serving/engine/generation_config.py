@@ -24,6 +24,31 @@ FIELDS = {name: name for name in SamplingDefaults.__struct_fields__} | {
 }
 """Setting -> its field in the file."""
 
+NOT_FOLLOWED: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "diversity_penalty": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": None,
+    "length_penalty": 1.0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1.0,
+}
+"""Fields that change what transformers samples, and weft does not follow; with their defaults."""
+
 _VLLM_NAMES = {"auto": "model", "vllm": "none"}
 
 
@@ -35,11 +60,13 @@ class GenerationConfig:
         defaults: a value for each setting.
         source: the file with the `named` settings; None without a file.
         named: the file's settings.
+        ignored: other fields of the file that would change what is sampled.
     """
 
     defaults: SamplingDefaults = NEUTRAL
     source: str | None = None
     named: frozenset[str] = field(default_factory=frozenset)
+    ignored: tuple[str, ...] = ()
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Return each setting's value and source, for people."""
@@ -92,7 +119,12 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig:
     except RequestError as error:
         message = error.message.replace("max_tokens", FIELDS["max_tokens"])
         raise _refused(path, message) from None
-    return GenerationConfig(defaults, source, frozenset(named))
+    ignored = tuple(
+        name
+        for name, default in NOT_FOLLOWED.items()
+        if content.get(name, default) not in (default, None, [])
+    )
+    return GenerationConfig(defaults, source, frozenset(named), ignored)
 
 
 def _refused(path: Path, message: str) -> ModelError:

@@ -7,6 +7,7 @@ import logging
 from weft.models.checkpoint.locate import find, find_files, locate, read_json, read_spec
 from weft.models.spec.families import unread_fields
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.generation_config import GenerationConfig
 from weft.serving.engine.tokenizer import tokenizer_file
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,14 @@ def warn_of_unread_fields(config: EngineConfig) -> None:
     file = locate(config.model, config.revision) / "config.json"
     if fields := unread_fields(read_json(file)):
         logger.warning("%s: weft does not read %s", file, ", ".join(fields))
+
+
+def warn_of_ignored_defaults(generation_config: GenerationConfig) -> None:
+    """Log the fields in generation_config.json that change answers and are not followed."""
+    if ignored := generation_config.ignored:
+        logger.warning(
+            "weft does not follow %s of %s", ", ".join(ignored), generation_config.source
+        )
 
 
 def warn_of_large_tokenizer(config: EngineConfig, tokens: int, vocab_size: int) -> None:

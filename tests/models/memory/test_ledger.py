@@ -193,8 +193,16 @@ def test_a_plan_fits_or_is_refused(**changes: Any) -> None:
 
 
 def test_human_bytes() -> None:
-    sizes = [0, MIB - 1, 3 * MIB // 2, GIB, 10 * GIB]
-    readable = ["0.0 KiB", "1024.0 KiB", "1.5 MiB", "1.00 GiB", "10.00 GiB"]
+    sizes = [0, 1023, 1024, MIB - 1, 3 * MIB // 2, GIB, 10 * GIB]
+    readable = [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1024.0 KiB",
+        "1.5 MiB",
+        "1.00 GiB",
+        "10.00 GiB",
+    ]
     assert [human_bytes(size) for size in sizes] == readable
 
 

@@ -135,7 +135,8 @@ def test_each_command_asks_the_hub(hub: Hub, tmp_path: Path, command: tuple[str,
     done = weft(hub.environment(tmp_path), *(files.get(each, each) for each in command))
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"weft: error: owner/other: there is no such directory, and {hub.url} ")
+    directory = "" if "hf://owner/other" in command else "there is no such directory, and "
+    assert last.startswith(f"weft: error: owner/other: {directory}{hub.url} has no such model")
 
 
 def test_a_chat_a_batch_and_the_settings_of_a_hub_model(hub: Hub, tmp_path: Path) -> None:

@@ -250,6 +250,9 @@ def test_on_a_terminal_an_interrupt_ends_the_answer_and_not_the_chat(checkpoint:
         os.read(controller, 1)  # the answer has begun
         process.send_signal(signal.SIGINT)
         wait_for(b"\n> ")
+        os.write(controller, b"/rest\n")
+        wait_for(b"there is no /rest; /reset starts a new")
+        wait_for(b"> ")
         os.write(controller, b"/exit\n")
         assert process.wait(60) == 0
     os.close(controller)

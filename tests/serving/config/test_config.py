@@ -108,6 +108,7 @@ def test_environment_names_the_file(tmp_path: Path) -> None:
     ("environment", "message"),
     [
         ({"WEFT_PROT": "1"}, "unknown environment variable WEFT_PROT; did you mean WEFT_PORT?"),
+        ({"WEFT_FOO": "1"}, "unknown environment variable WEFT_FOO; see `weft config`"),
         ({"WEFT_PORT": "http"}, "WEFT_PORT is 'http'; it must be an integer"),
         ({"WEFT_TP": "2.0"}, "WEFT_TP is '2.0'; it must be an integer"),
         ({"WEFT_THREADS": "2e0"}, "WEFT_THREADS is '2e0'; it must be an integer"),

@@ -18,6 +18,7 @@ from weft.models.spec.config_table import READ_FOR_TEXT
 from weft.serving.cli.options import greedy_by_default
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.generation_config import FIELDS, load_generation_config
+from weft.serving.engine.model_files import warn_of_ignored_defaults
 from weft.serving.engine.sampling_params import NEUTRAL, SamplingDefaults
 
 VALUES = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
@@ -52,6 +53,22 @@ def test_fields_of_the_file(tmp_path: Path) -> None:
     )
     assert load(tmp_path) == load(tmp_path, "auto") == expected
     assert load(tmp_path, "none") == load(tmp_path, "vllm") == NEUTRAL
+
+
+def test_fields_that_would_change_answers_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those with a value without effect, and not those that only training reads."""
+    neutral = {"num_beams": 1, "suppress_tokens": [], "length_penalty": 1.0, "max_length": 20}
+    write(tmp_path, VALUES | neutral)
+    assert load_generation_config(EngineConfig(str(tmp_path))).ignored == ()
+    write(tmp_path, VALUES | neutral | {"no_repeat_ngram_size": 3, "suppress_tokens": [5]})
+    found = load_generation_config(EngineConfig(str(tmp_path)))
+    assert found.ignored == ("no_repeat_ngram_size", "suppress_tokens")
+    warn_of_ignored_defaults(found)
+    assert caplog.messages == [
+        "weft does not follow no_repeat_ngram_size, suppress_tokens of generation_config.json"
+    ]
 
 
 def test_without_the_file_config_json_has_the_fields(tmp_path: Path) -> None:
