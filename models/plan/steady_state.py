@@ -264,13 +264,16 @@ def _first_tokens(
         shared = [(0.0, none)]
         if others > NEGLIGIBLE:
             shared.append((table.prompt * others / (1 - none), 1 - none))
+        computed = [
+            (table.chunks(flow.index, own + more + earlier), q * r * s)
+            for (more, q), (earlier, r), (own, s) in product(shared, before, prompts)
+        ]
         for left in range(PARTS) if running else [0]:
             rest = running * (left + 0.5) / PARTS
-            for (after, p), (more, q), (earlier, r), (own, s) in product(
-                following if running else [(0.0, 1.0)], shared, before, prompts
-            ):
-                seconds = rest + after + table.chunks(flow.index, own + more + earlier)
-                yield seconds, part * p * q * r * s / (PARTS if running else 1)
+            for after, p in following if running else [(0.0, 1.0)]:
+                start, weight = rest + after, part * p / (PARTS if running else 1)
+                for seconds, q in computed:
+                    yield start + seconds, weight * q
 
 
 def _before(table: StepTable, load: Load, flow: Flow, rate: float) -> Weighted:

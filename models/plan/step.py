@@ -185,8 +185,7 @@ class RankModel:
             summed = self._exchange("reduce_scatter" if scattered else "all_reduce", tokens)
             yield Operator("embedding", 0, 2 * tokens * hidden, summed)
         for layer, times in self._layers:
-            for operator in self._layer(layer, batch, tokens):
-                yield replace(operator, times=times)
+            yield from self._layer(layer, batch, tokens, times)
         if self._last is not None:
             yield from self._layer(self._last, batch, tokens if self._in_jax else batch.requests)
             if self.overlapped and self._in_jax:
@@ -196,16 +195,18 @@ class RankModel:
             payload = batch.requests * TOKEN if local.is_last else tokens * hidden
             yield Operator("next stage", 0, 0, (Exchange("send", "stage", 2, payload),))
 
-    def _layer(self, layer: LayerSpec, batch: Batch, rows: int) -> Iterator[Operator]:
-        """Return a layer's operators; its feed-forward has `rows` rows."""
-        yield from self._attention(layer.attention, batch)
+    def _layer(
+        self, layer: LayerSpec, batch: Batch, rows: int, times: int = 1
+    ) -> Iterator[Operator]:
+        """Return the operators of `times` layers; their feed-forward has `rows` rows."""
+        yield from self._attention(layer.attention, batch, times)
         block = layer.feed_forward
         if isinstance(block, MlpSpec):
             inner = (block.gate.weight, block.up.weight)
-            yield self._product("gate + up", rows, inner, self._into(rows))
-            yield self._product("down", rows, (block.down.weight,), self._out_of(rows))
+            yield self._product("gate + up", rows, inner, self._into(rows), times)
+            yield self._product("down", rows, (block.down.weight,), self._out_of(rows), times)
         else:
-            yield from self._experts(block, rows)
+            yield from self._experts(block, rows, times)
 
     def _exchange(self, kind: Collective, rows: int) -> tuple[Exchange, ...]:
         size = self.layout.dense_size
@@ -228,6 +229,7 @@ class RankModel:
         rows: int,
         weights: tuple[WeightSpec, ...],
         exchanges: tuple[Exchange, ...] = (),
+        times: int = 1,
     ) -> Operator:
         """Return a product of `rows` rows with matrices that are fused to one."""
         item = self.precision.item
@@ -241,15 +243,15 @@ class RankModel:
             read if rows else 0,
             exchanges,
             self.overlapped and size > 0,
+            times,
             vector=self.precision.quantization == "int8",
         )
 
-    def _attention(self, attention: AttentionSpec, batch: Batch) -> Iterator[Operator]:
+    def _attention(self, attention: AttentionSpec, batch: Batch, times: int) -> Iterator[Operator]:
         local, tokens, cp = self.local, batch.tokens, self.layout.cp
         q = attention.q.weight
-        yield self._product(
-            "qkv", tokens, (q, attention.k.weight, attention.v.weight), self._into(tokens)
-        )
+        qkv = (q, attention.k.weight, attention.v.weight)
+        yield self._product("qkv", tokens, qkv, self._into(tokens), times)
         seen = float("inf") if attention.sliding_window is None else attention.sliding_window
         # A rank has its part of the keys, for the heads of all ranks that share them.
         decode_keys = batch.decodes * min(batch.decode_context, seen) / cp
@@ -262,8 +264,8 @@ class RankModel:
         read = key_bytes * (decode_keys + prefill_read + tokens / cp)
         read += 2 * tokens * heads * local.head_dim * self.precision.item
         exchanges = self._attention_exchanges(tokens, heads)
-        yield Operator("attention", flops, read, exchanges, vector=True)
-        yield self._product("o", tokens, (attention.o.weight,), self._out_of(tokens))
+        yield Operator("attention", flops, read, exchanges, times=times, vector=True)
+        yield self._product("o", tokens, (attention.o.weight,), self._out_of(tokens), times)
 
     def _attention_exchanges(self, tokens: int, heads: int) -> tuple[Exchange, ...]:
         """Return what ranks that share keys exchange: all queries, and each rank's results."""
@@ -277,12 +279,12 @@ class RankModel:
             Exchange("all_to_all", "context", cp, parts),
         )
 
-    def _experts(self, moe: MoeSpec, rows: int) -> Iterator[Operator]:
+    def _experts(self, moe: MoeSpec, rows: int, times: int) -> Iterator[Operator]:
         """Return the router and the experts; `rows` are those of each attention group."""
         layout, item, hidden = self.layout, self.precision.item, self.local.hidden_size
         groups = layout.dp_size
         all_rows = rows * groups
-        yield self._product("router", all_rows, (moe.router,), self._into(rows))
+        yield self._product("router", all_rows, (moe.router,), self._into(rows), times)
         count, width, _ = moe.gate.shape  # this rank's experts
         chosen = all_rows * moe.top_k * count / moe.router.shape[0]
         hit = count * (1 - (1 - moe.top_k / moe.router.shape[0]) ** all_rows)
@@ -302,6 +304,7 @@ class RankModel:
             2 * chosen * 3 * width * hidden,
             hit * per_expert + chosen * (2 * hidden + 3 * width) * item,
             exchanges + self._out_of(rows),  # nothing hides them
+            times=times,
             kernels=4,  # sort the tokens, two grouped products, weigh their results
             vector=self.precision.quantization == "int8",
         )

@@ -149,10 +149,12 @@ class Engine:
         Args:
             batch: all requests of the replica.
         """
-        return (
-            max(sum(part.seconds for part in parts) for parts in self.parts(batch)) * self.layout.pp
-            + self.host
-        )
+        share = _share(batch, self.layout.dp_size * self.layout.pp)
+        plain = [self._seconds(model, share) for model in self._stages]
+        if not self._overlapped:
+            return max(plain) * self.layout.pp + self.host
+        overlapped = [self._seconds(model, share) for model in self._overlapped]
+        return max(map(min, plain, overlapped)) * self.layout.pp + self.host
 
     def parts(self, batch: Batch) -> list[list[Part]]:
         """Return what each stage's first rank spends its time on, for its share of the batch.
@@ -176,21 +178,39 @@ class Engine:
             found[part.what] = found[part.what] + part if part.what in found else part
         return list(found.values())
 
+    def _seconds(self, model: RankModel, batch: Batch) -> float:
+        """Return the sum of the parts' seconds."""
+        total = 0.0
+        for operator in model.operators(batch):
+            _, _, roof, exchange, hidden, launch = self._once(operator)
+            total += (roof + exchange - hidden + launch) * operator.times
+        return total
+
     def _part(self, operator: Operator) -> Part:
         times = operator.times
-        rate = self._vector if operator.vector else self.flops
-        arithmetic = operator.flops / rate * times
-        memory = operator.read / self.bandwidth * times
-        roof = max(arithmetic, memory) if self._overlaps else arithmetic + memory
-        exchange = sum(map(self._exchange, operator.exchanges)) * times
-        hidden = 0.0
-        if operator.overlapped and exchange:
-            first = sum(self._latency(each.ranks) for each in operator.exchanges) * times
-            hidden = min(roof, max(0.0, exchange - first))
-        launch = self.launch * operator.kernels * times if operator.read else 0.0
         totals = (operator.flops * times, operator.read * times, operator.sent * times)
-        times_alone = (arithmetic, memory, roof)
-        return Part(operator.what, *totals, *times_alone, exchange - hidden, hidden, launch)
+        once = (each * times for each in self._once(operator))
+        arithmetic, memory, roof, exchange, hidden, launch = once
+        alone = (arithmetic, memory, roof)
+        return Part(operator.what, *totals, *alone, exchange - hidden, hidden, launch)
+
+    def _once(self, operator: Operator) -> tuple[float, ...]:
+        """Return an operator's seconds, each time that it runs.
+
+        Returns:
+            arithmetic, memory and both, all exchanges, their hidden part, and launches.
+        """
+        arithmetic = operator.flops / (self._vector if operator.vector else self.flops)
+        memory = operator.read / self.bandwidth
+        roof = max(arithmetic, memory) if self._overlaps else arithmetic + memory
+        exchange = hidden = 0.0
+        if operator.exchanges:
+            exchange = sum(map(self._exchange, operator.exchanges))
+        if operator.overlapped and exchange:
+            first = sum(self._latency(each.ranks) for each in operator.exchanges)
+            hidden = min(roof, max(0.0, exchange - first))
+        launch = self.launch * operator.kernels if operator.read else 0.0
+        return arithmetic, memory, roof, exchange, hidden, launch
 
     def _exchange(self, exchange: Exchange) -> float:
         collective = COLLECTIVES[exchange.kind]
