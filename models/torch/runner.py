@@ -40,6 +40,7 @@ from weft.models.interface import (
 )
 from weft.models.spec.layout import WHOLE, Layout
 from weft.models.spec.spec import ModelSpec
+from weft.models.torch import warm_up
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.cpu_model import CpuModel
 from weft.models.torch.group import ALONE, Groups
@@ -63,12 +64,6 @@ PROMPT_LOGPROB_ROWS = 64
 
 WARM_UP_TOKENS = 32
 """Maximum prompt length in `warm_up`."""
-
-WARM_UP_PROMPTS = (9, 16, 20, 32, 50, 64, 100, 128, 130, 1 << 20)
-"""Prompt lengths for `warm_up` on a GPU, at most a step's maximum. Products with up to 16, 32, 64
-and 128 rows, and with more, have different tiles. Row counts divisible by the tile have different
-kernels.
-"""
 
 
 class TorchRunner:
@@ -103,7 +98,7 @@ class TorchRunner:
             max_tokens: maximum number of tokens in a warm-up step.
             layout: this rank's layout.
             device: the model's device.
-            max_model_len: maximum number of tokens in a request, for recorded steps.
+            max_model_len: maximum number of tokens in a request, for steps on a GPU.
             graph_sizes: numbers of decode requests to record as CUDA graphs; see graphs.py.
         """
         self._layout = layout
@@ -113,6 +108,7 @@ class TorchRunner:
         self._dtype = dtype
         self._block_size = block_size
         self._max_tokens = max_tokens
+        self._max_model_len = max_model_len
         self._cache: list[LayerCache] = []
         self._device = device
         self._sampler = Sampler(vocab_size, max_num_seqs, device)
@@ -247,8 +243,8 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Run a short prompt and one decode in block 0, before any request owns that block.
 
-        On a GPU, also run longer prompts, so that kernels are compiled for all their tiles, and
-        record the CUDA graphs.
+        On a GPU, also record the CUDA graphs, and run the steps in warm_up.py, so that no kernel is
+        compiled later.
         """
         if self._graphs is not None:
             self._graphs.record()
@@ -259,8 +255,11 @@ class TorchRunner:
         ):
             self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
         if self._device.type == "cuda":
-            for tokens in sorted({min(size, self._max_tokens) for size in WARM_UP_PROMPTS}):
-                step = _single_request(range(tokens), blocks=-(-tokens // self._block_size))
+            chunks = [range(tokens) for tokens in warm_up.prompts(self._max_tokens)]
+            if self._graphs is None:
+                chunks += [range(n - 1, n) for n in warm_up.contexts(self._max_model_len)]
+            for positions in chunks:
+                step = _single_request(positions, blocks=-(-positions.stop // self._block_size))
                 self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
             from weft.kernels.gpu.runtime.compilations import Compilations  # imports triton
 

@@ -143,7 +143,7 @@ def push_rows(
         notify(peers, peer, chunk * WORLD + rank, call)
 
 
-@triton.jit(do_not_specialize=["rank", "m"])
+@triton.jit(do_not_specialize=["rank", "m", "group"])
 def multiply_gathered(
     x,  # [m, K]; this rank's shard
     weights,  # three, each [K, n], or [n, K] if FORM.transposed, or None
@@ -154,6 +154,7 @@ def multiply_gathered(
     scales,  # Slots: float32 [2, W, m]
     rank,
     m,  # number of rows in a shard
+    group,  # rows of tiles in a group; divides those in a shard
     K,
     out_columns,  # N'
     dtype: tl.constexpr,
@@ -164,7 +165,6 @@ def multiply_gathered(
 ):
     """Compute each tile after its rows have arrived. Grid: (programs,), persistent."""
     BLOCK_M: tl.constexpr = FORM.block_m
-    GROUP: tl.constexpr = FORM.group
     call = tl.load(peers.calls)
     chunks = tl.cdiv(m, BLOCK_M)
     columns = count_columns(widths, FORM)
@@ -173,7 +173,7 @@ def multiply_gathered(
     gathered_scales += slot_of(call) * scales.numel
     # Not flattened: a tile's loads must stay behind its wait.
     for tile in range(tl.program_id(0), WORLD * chunks * columns, tl.num_programs(0)):
-        index, column = tile_at(tile, WORLD * chunks, columns, GROUP)
+        index, column = tile_at(tile, WORLD * chunks, columns, group)
         step, chunk = step_and_part(index, chunks, WORLD, MESH)
         shard = ahead_of(rank, step, WORLD, NODE)
         if step > 0:
@@ -376,7 +376,9 @@ def all_gather_matmul(
         torch.cuda.current_stream(x_shard.device).wait_event(begun)
     if tiles := size * chunks * weights.column_tiles(tiling.block_n, silu):
         form = form_of(tiling, weights, epilogue, m, k)
-        group = gcd(form.group, chunks)  # no group has rows from two shards: one may arrive first
+        # No group has rows from two shards: one may arrive first. It is no constant, because each
+        # number of rows would compile a kernel.
+        group = gcd(form.group, chunks)
         multiply_gathered[(min(tiles, programs or available),)](
             x=x_shard,
             weights=weights.three,
@@ -387,13 +389,14 @@ def all_gather_matmul(
             scales=scales,
             rank=rank,
             m=m,
+            group=group,
             K=k,
             out_columns=columns,
             dtype=dtype,
             WORLD=size,
             NODE=node,
             MESH=topology == "mesh",
-            FORM=form._replace(group=group),
+            FORM=form,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )

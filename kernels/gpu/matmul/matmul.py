@@ -94,11 +94,11 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def tile_at(index, rows, columns, GROUP: tl.constexpr):
-    """Return (row, column) of tile `index` in rows x columns: GROUP down, then one to the right."""
-    first = index // (GROUP * columns) * GROUP
-    height = tl.minimum(rows - first, GROUP)
-    within = index % (GROUP * columns)
+def tile_at(index, rows, columns, group):
+    """Return (row, column) of tile `index` in rows x columns: `group` down, then one right."""
+    first = index // (group * columns) * group
+    height = tl.minimum(rows - first, group)
+    within = index % (group * columns)
     return first + within % height, within // height
 
 

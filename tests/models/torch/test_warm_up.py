@@ -1,0 +1,89 @@
+"""After the warm-up on a GPU, no step needs another kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.models.torch import warm_up
+
+ROOT = Path(__file__).parents[3]
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+}
+QWEN3_MOE = LLAMA_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize("graphs", ["graphs", "none"])
+@pytest.mark.parametrize(
+    ("config", "tp", "ep"),
+    [
+        (LLAMA_8B, 1, 1),
+        (LLAMA_70B, 8, 1),
+        (QWEN3_MOE, 1, 8),
+        (QWEN3_MOE, 4, 1),
+        pytest.param(LLAMA_70B, 2, 1, marks=pytest.mark.slow),
+        pytest.param(QWEN3_MOE, 1, 1, marks=pytest.mark.slow),
+        pytest.param(QWEN3_MOE, 8, 8, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else str(value),
+)
+def test_no_step_needs_another_kernel(
+    config: dict[str, Any], tp: int, ep: int, graphs: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script = str(ROOT / "tests/support/kernel_variants.py")
+    done = subprocess.run(
+        [sys.executable, script, str(tmp_path), str(tp), str(ep), graphs],
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "benchmarks")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["missed"] == {}
+    assert found["known"] > 5
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 100, 2048, 8192])
+def test_prompts_have_an_even_and_an_odd_length_in_each_bucket(most: int) -> None:
+    found = warm_up.prompts(most)
+    assert found[-1] == most
+    for low, high in pairwise([4, *(1 << n for n in range(3, 14) if 1 << n <= most)]):
+        inside = [length for length in found if low < length <= high]
+        assert high in inside
+        assert any(length % 2 for length in inside)
+    assert warm_up.contexts(most)[-1] == most
