@@ -62,6 +62,7 @@ def main() -> int:
             max_model_len=limits.max_model_len,
             num_blocks=choice.ledger.num_blocks,
             block_size=choice.ledger.block_size,
+            prefix_caching=load.hit > 0,
         ),
         choice.engine.seconds,
         replicas=options.replicas,
