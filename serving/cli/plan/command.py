@@ -139,11 +139,6 @@ def make_plan(
         logs = [Path(log.strip()) for log in calibrate.split(",")]
         print(calibrated(logs, given.model, spec, slices))
         return 0
-    if load is None:
-        dtype, most = spec.compute_dtype(config.dtype), config.max_num_batched_tokens
-        print("\n".join(decisions(spec, place, tp, dtype, most) for place in slices))
-        return 0
-    wanted, objective = Load.parse(load), Objective.parse(slo) if slo else Objective()
     limits = Limits(
         max_model_len=_context(config, spec.max_model_len),
         max_num_seqs=config.max_num_seqs,
@@ -151,6 +146,11 @@ def make_plan(
         block_size=config.block_size,
         memory_fraction=config.memory_fraction,
     )
+    if load is None:
+        dtype = spec.compute_dtype(config.dtype)
+        print("\n".join(decisions(spec, place, tp, dtype, limits) for place in slices))
+        return 0
+    wanted, objective = Load.parse(load), Objective.parse(slo) if slo else Objective()
     found, misfits = _choices(slices, spec, limits, config.dtype)
     if tp is not None:
         fitting = ", ".join(map(str, sorted({choice.layout.tp for choice in found})))

@@ -6,6 +6,7 @@ They are the decisions of models/jax and models/torch when they serve.
 from __future__ import annotations
 
 from weft.errors import ConfigError
+from weft.models.plan.choices import CPU, Limits, fewest_ranks
 from weft.models.plan.hardware import Slice
 from weft.models.plan.switches import Torus
 from weft.models.spec.layout import Layout, check_layout
@@ -15,15 +16,16 @@ SMALLEST = 32
 """Smallest number of tokens in the list."""
 
 
-def decisions(spec: ModelSpec, place: Slice, tp: int | None, dtype: str, most: int) -> str:
+def decisions(spec: ModelSpec, place: Slice, tp: int | None, dtype: str, limits: Limits) -> str:
     """Return each decision on a slice, in lines.
 
     Args:
         spec: the model.
         place: the slice.
-        tp: number of devices that share the model; None for all in the slice.
+        tp: number of devices that share the model; None for all in the slice. Then the size that
+            weft would choose is also told.
         dtype: compute dtype.
-        most: maximum number of tokens in a step.
+        limits: the engine's settings.
 
     Raises:
         ConfigError: the slice or the model's sizes do not allow the layout.
@@ -34,12 +36,16 @@ def decisions(spec: ModelSpec, place: Slice, tp: int | None, dtype: str, most: i
     check_layout(spec, devices, 1)
     local = Layout(devices).local(spec)
     head = f"{place} --tp {devices}"
+    most = limits.max_num_batched_tokens
     if place.device.shapes:
         lines = _torus(Torus(place, local, devices, dtype), most)
-    elif place.device.name != "cpu" and 1 < devices <= place.shape[1]:
+    elif place.device.name != CPU and 1 < devices <= place.shape[1]:
         lines = [_gpus(local, place, devices, dtype, most)]
     else:
         lines = ["nothing to decide: there is one way to run a step"]
+    if tp is None and place.device.name != CPU:
+        chosen = fewest_ranks(spec, place, limits, Layout(), dtype=dtype)
+        lines.insert(0, f"without --tp, it is {chosen.value}: {chosen.reason}")
     return "\n  ".join([head, *lines])
 
 

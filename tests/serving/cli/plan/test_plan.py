@@ -286,6 +286,17 @@ def test_only_layouts_with_the_given_tp_are_planned() -> None:
     assert {row["layout"]["tp"] for row in found} == {2}
 
 
+def test_why_tells_the_default_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    text = planned(str(tmp_path), "--for", "l40s:4,v5e:2x2,cpu:2", "--why")
+    assert re.findall("^  (without --tp.*)", text, re.MULTILINE) == [
+        "without --tp, it is 1: it fits over 1",
+        "without --tp, it is 4: with --tp 1, each device lacks 19.62 GiB; with --tp 2, each device "
+        "lacks 3.54 GiB; it fits over 4",
+    ]
+    assert "without --tp" not in planned(str(tmp_path), "--for", "l40s:4", "--tp", "2", "--why")
+
+
 def test_why_tells_the_decisions_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     text = planned("weft-demo", "--for", "v5e:2x2,h100:4,cpu:2", "--tp", "2", "--why")
     monkeypatch.setattr(Torus, "shards_tokens", lambda *_: Decision(True, "told so"))
