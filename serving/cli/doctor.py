@@ -258,7 +258,10 @@ def _shared_memory() -> Finding:
 
 def devices(engine: EngineConfig, offers: Sequence[Inventory]) -> list[Finding]:
     """Report each node's devices, which form an island, and the ranks assigned to them."""
-    engine = decided(engine, offers)
+    try:
+        engine = decided(engine, offers)
+    except ModelError:  # of a model that is not here yet; its size may ask for more devices
+        engine = decided(dataclasses.replace(engine, tp=engine.tp_size), offers)
     kind = kind_of(engine)
     found = []
     for offer in offers:

@@ -88,6 +88,15 @@ def test_more_ranks_than_cores_are_slow(checkpoint: Path, monkeypatch: pytest.Mo
         assert f"for {2 * dp} ranks ({dp} engines of 2)" in finding.seen
 
 
+def test_a_model_that_is_not_here_yet_gets_one_gpu() -> None:
+    engine = EngineConfig(model="owner/name")
+    found = devices(engine, [Inventory(gpus=(2**34,) * 8)])
+    assert [finding.seen for finding in found] == [
+        "island of this node: 8 GPUs, 16.0 GiB free each",
+        "rank 0 on this node",
+    ]
+
+
 def test_devices_and_who_gets_them_are_shown(checkpoint: Path) -> None:
     engine = EngineConfig(model=str(checkpoint), dp=2, tp=2, node_ranks=4)
     findings = examine(engine, ServerConfig(port=0))
