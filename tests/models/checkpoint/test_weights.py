@@ -117,7 +117,7 @@ def test_declared_extras_are_skipped_and_logged(
     caplog.set_level("INFO", "weft")
     assert _load(path)
     named = "*.rotary_emb.inv_freq, mtp.*, v_head.*, visual.*"
-    assert caplog.messages == [f"skipped tensors: 5, 0.6 KiB: {named}"]
+    assert caplog.messages == [f"skipped tensors: 5, 568 bytes: {named}"]
     caplog.clear()
     Weights(path, read_spec(path), layout=Layout(tp=2, rank=1))
     assert caplog.messages == []
