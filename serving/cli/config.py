@@ -32,40 +32,33 @@ def config(settings: Settings, as_json: bool) -> int:
     engine = settings.build(EngineConfig)
     settings.build(ServerConfig)
     shown = in_force(settings.without_secrets(), engine)
-    sampling, error = None, None
-    try:
-        sampling = _sampling_defaults(engine)
-    except ModelError as found:
-        error = found
+    sampling, missing = _sampling_defaults(engine)
     if as_json:
-        values = {name: asdict(value) for name, value in shown.items()}
-        print(json.dumps(values | {"sampling_defaults": sampling}, indent=2))
+        found = {name: asdict(value) for name, value in shown.items()}
+        print(json.dumps(found | {"sampling_defaults": sampling}, indent=2))
+        return 0
+    for name, value in shown.items():
+        _print(name, _with_unit(name, value.value), value.source)
+    if sampling is None:
+        print(f"\nSampling defaults: {missing}")
     else:
-        for name, value in shown.items():
-            _print(name, _with_unit(name, value.value), value.source)
-        if sampling is not None:
-            print("\nSampling defaults, for requests that leave them out")
-            for name, each in sampling.items():
-                _print(name, each["value"], each["source"])
-        elif error is None:
-            print(f"\nSampling defaults: {engine.model} is not on this machine yet")
-    if error is not None:
-        raise error
+        print("\nSampling defaults, for requests that leave them out")
+        for name, each in sampling.items():
+            _print(name, each["value"], each["source"])
     return 0
 
 
-def _sampling_defaults(engine: EngineConfig) -> dict[str, Any] | None:
-    """Return each default's value and source; None if the model is not on this machine yet.
-
-    Raises:
-        ModelError: there is no such model, or a value in its file is not allowed.
-    """
+def _sampling_defaults(engine: EngineConfig) -> tuple[dict[str, Any] | None, str]:
+    """Return each default's value and source, or None and the reason."""
     from weft.serving.engine.generation_config import load_generation_config
     from weft.serving.executor.fetch import is_here
 
-    if not is_here(engine, weights=False):
-        return None
-    return load_generation_config(engine).described()
+    try:
+        if is_here(engine, weights=False):
+            return load_generation_config(engine).described(), ""
+    except ModelError as error:
+        return None, str(error)
+    return None, f"{engine.model} is not on this machine yet"
 
 
 def _print(name: str, value: Any, source: str) -> None:
