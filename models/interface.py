@@ -204,7 +204,7 @@ class StepOutput(msgspec.Struct, frozen=True):
         pooled: float32[E, hidden]; sums of hidden states after the final norm.
         seconds: time that the step took on the device. With pipeline stages, time in the last
             stage, without waiting for other stages.
-        compilations: kernels or programs that were compiled while the step waited.
+        compilations: kernels or programs compiled meanwhile; the step waited for them.
     """
 
     step: int

@@ -63,7 +63,7 @@ class HubModel:
     Attributes:
         id: OWNER/NAME.
         revision: a branch, a tag or a commit.
-        by_url: the user gave a URL with hf://, which can be no directory.
+        by_url: the user gave a URL with hf://; it names no directory.
     """
 
     id: str

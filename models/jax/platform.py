@@ -180,12 +180,18 @@ class CompileCounter:
         import jax.monitoring
 
         self.count = 0
+        self._taken = 0
         jax.monitoring.register_event_duration_secs_listener(self._count)
 
     def _count(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
             logger.warning("jax compiled a program after warm-up; a step has waited for it")
+
+    def take(self) -> int:
+        """Return the number since the last call."""
+        new, self._taken = self.count - self._taken, self.count
+        return new
 
     def close(self) -> None:
         """Stop counting."""

@@ -167,7 +167,6 @@ class JaxRunner:
         One thread dispatches steps in order; another thread may wait for them.
         """
         started = time.perf_counter()
-        compiled = self._compiled()
         bucket = self._buckets.choose(batch)
         rows = self._rows(batch, bucket)
         arrays = self._buckets.pad(batch, bucket)
@@ -182,7 +181,7 @@ class JaxRunner:
         sums = self._pool(bucket, hidden, batch)
         tops = self._settings.logprobs(batch.sample_slot)
 
-        compilations = self._compiled() - compiled
+        compilations = 0 if self._counter is None else self._counter.take()
 
         def finish() -> StepOutput:
             result = StepOutput(batch.step)
@@ -204,9 +203,6 @@ class JaxRunner:
             )
 
         return finish
-
-    def _compiled(self) -> int:
-        return 0 if self._counter is None else self._counter.count
 
     def close(self) -> None:
         """Release the weights and the cache, and leave other processes; no step can follow."""

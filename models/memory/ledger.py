@@ -10,7 +10,7 @@ Triton kernels can add two rows. `buffers` is symmetric memory for the overlappe
 
 Weights are exact except for padding. On a CPU, loading may find that they take less: by lossless
 compression, or because an embedding stays in the file. The KV cache then gets that memory, too.
-`tests/models/memory/test_measured.py` compares the ledger with what a process takes.
+`tests/models/memory/test_measured.py` compares the ledger with a process's memory.
 
 Activations are the largest set of tensors that a step holds
 at once, computed from their shapes. The KV cache gets the rest, but never more than all requests

@@ -47,8 +47,7 @@ class MemoryPlan:
         count_activations: counts the temporary tensors' bytes in a step.
         buffers: symmetric memory.
         graph_requests: requests in the largest step recorded as a CUDA graph; 0 if none is.
-        saved: bytes of the weights that take no memory, such as those that lossless compression
-            saves; known once they are loaded.
+        saved: weight bytes without memory, such as by lossless compression; known after loading.
     """
 
     spec: ModelSpec

@@ -118,16 +118,16 @@ def choices(
 
 
 def formats(place: Slice) -> tuple[str, ...]:
-    """Return the quantisations that weft serves on a slice."""
+    """Return the served quantisations on a slice."""
     return FORMATS.get(place.device.name, ("none",))
 
 
 def fewest_ranks(
     spec: ModelSpec, place: Slice, limits: Limits, layout: Layout, *, dtype: str = "auto"
 ) -> Decision[int]:
-    """Decide the tensor-parallel size: the fewest ranks over which the model fits.
+    """Decide the tensor-parallel size: the fewest ranks with room for the model.
 
-    If it fits over none, the largest size counts, which lacks least.
+    If no size has room, the largest counts: it lacks least.
 
     Args:
         spec: the model.
@@ -256,7 +256,7 @@ def _narrow_weights(spec: ModelSpec, place: Slice, dtype: str, missing: int) -> 
     The best layout divides the weights by all devices.
 
     Args:
-        missing: bytes that each device lacks without quantisation.
+        missing: bytes; each device lacks them without quantisation.
     """
     own, full = spec.weight_bytes(dtype) / place.devices, 8 * DTYPE_BYTES[dtype]
     served = [BITS[each] for each in formats(place)]

@@ -195,7 +195,7 @@ class Engine:
         return Part(operator.what, *totals, *alone, exchange - hidden, hidden, launch)
 
     def _once(self, operator: Operator) -> tuple[float, ...]:
-        """Return an operator's seconds, each time that it runs.
+        """Return an operator's seconds for one run.
 
         Returns:
             arithmetic, memory and both, all exchanges, their hidden part, and launches.

@@ -132,8 +132,8 @@ class CpuModel:
         groups: the ranks with the other parts.
 
     Attributes:
-        saved_bytes: bytes of the weights that take no memory: by compression, or because an
-            embedding's rows are read from the file, whose pages the system can drop.
+        saved_bytes: weight bytes without memory: by compression, or because an embedding's rows are
+            read from the file. The system can drop the file's pages.
     """
 
     def __init__(

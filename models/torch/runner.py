@@ -229,7 +229,7 @@ class TorchRunner:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of this rank's weights that take no memory; see `CpuModel`."""
+        """This rank's weight bytes without memory; see `CpuModel`."""
         return self._model.saved_bytes if isinstance(self._model, CpuModel) else 0
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -268,11 +268,10 @@ class TorchRunner:
     @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
         """See `ModelRunner.step`."""
-        if self._compilations is None:
-            return self._step(batch)
-        before = self._compilations.count
         output = self._step(batch)
-        return replace(output, compilations=self._compilations.count - before)
+        if self._compilations is None:
+            return output
+        return replace(output, compilations=self._compilations.take())
 
     def _step(self, batch: StepInput) -> StepOutput:
         started = self._clock()

@@ -1,15 +1,15 @@
-"""Steps that use all kernels of later steps, so that Triton compiles none while a server serves.
+"""Steps with all kernels: after them, Triton compiles nothing while a server serves.
 
 A kernel's constants depend on a step's numbers in three ways:
 
 - Products' tiles are chosen for buckets: up to 16 rows, and up to each power of two
-  (kernels/gpu/tuning). Each tile has two variants: rows that it divides, and others. Overlapped
-  kernels count the rows of one rank's tokens.
+  (kernels/gpu/tuning). Each tile has two variants: for multiples of its rows, and for others.
+  Overlapped kernels count one rank's rows.
 - Attention has other tiles for few queries, and one variant for decodes alone.
 - Decodes' keys are split among 1, 2, 4, ... programs, by the context. Recorded decodes keep the
   number from their recording.
 
-`tests/models/torch/test_warm_up.py` compares the kernels of these steps with those of many others.
+`tests/models/torch/test_warm_up.py` compares their kernels with those in many other steps.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class EngineConfig:
         int | None,
         Help(
             "tensor-parallel size: ranks (or jax devices) that share each layer; else the fewest "
-            "GPUs or TPUs over which the model fits",
+            "GPUs or TPUs with room for the model",
             ge=1,
             le=MAX_RANKS,
         ),
@@ -298,7 +298,7 @@ class EngineConfig:
 
     @property
     def tp_size(self) -> int:
-        """The value of `tp`; 1 while no one has set or decided it."""
+        """The value of `tp`; 1 until it is set or decided."""
         return self.tp or 1
 
     @property

@@ -47,7 +47,7 @@ NOT_FOLLOWED: dict[str, Any] = {
     "top_h": None,
     "typical_p": 1.0,
 }
-"""Fields that change what transformers samples, and weft does not follow; with their defaults."""
+"""Fields with an effect in transformers and none in weft, with their defaults."""
 
 _VLLM_NAMES = {"auto": "model", "vllm": "none"}
 
@@ -60,7 +60,7 @@ class GenerationConfig:
         defaults: a value for each setting.
         source: the file with the `named` settings; None without a file.
         named: the file's settings.
-        ignored: other fields of the file that would change what is sampled.
+        ignored: the file's other fields with an effect in transformers.
     """
 
     defaults: SamplingDefaults = NEUTRAL

@@ -35,7 +35,7 @@ def warn_of_unread_fields(config: EngineConfig) -> None:
 
 
 def warn_of_ignored_defaults(generation_config: GenerationConfig) -> None:
-    """Log the fields in generation_config.json that change answers and are not followed."""
+    """Log the ignored fields in generation_config.json."""
     if ignored := generation_config.ignored:
         logger.warning(
             "weft does not follow %s of %s", ", ".join(ignored), generation_config.source

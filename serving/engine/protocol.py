@@ -153,7 +153,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         preemptions: number of times that a request lost its blocks to an earlier one.
         steps: number of finished steps.
         step_seconds: time that finished steps took on the device.
-        compilations: kernels or programs that were compiled during these steps.
+        compilations: kernels or programs compiled during these steps.
         prompt_tokens, generation_tokens: prompt tokens of admitted requests, and sampled tokens.
         rank_seconds: seconds that each rank has spent in steps; empty with one rank.
     """

@@ -166,7 +166,7 @@ def decided(config: EngineConfig, inventories: Sequence[Inventory]) -> EngineCon
     is a GPU for each rank, else cpu. One choice holds for all ranks of all engines.
 
     Raises:
-        ModelError: `tp` depends on the checkpoint, which cannot be found or understood.
+        ModelError: `tp` depends on the checkpoint, and it cannot be found or understood.
     """
     return with_tp(_with_device(config, inventories), inventories)
 

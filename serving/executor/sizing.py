@@ -1,4 +1,4 @@
-"""The default tensor-parallel size: the fewest devices on this machine over which a model fits."""
+"""The default tensor-parallel size: the fewest devices on this machine with room for the model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def with_tp(config: EngineConfig, inventories: Sequence[Inventory]) -> EngineConfig:
     """Fill in `tp` if it is not set.
 
-    CPUs get one rank, which uses all cores. So do several nodes and a Ray cluster, whose devices
-    may differ.
+    CPUs get one rank with all cores. Several nodes and Ray clusters get one, too: their devices may
+    differ.
 
     Args:
         config: the settings, with the backend and the device decided.

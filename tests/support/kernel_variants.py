@@ -84,9 +84,9 @@ class Steps:
         with self._processors:
             exchange: Any = Plain(ALONE)
             if layout.world_size > 1:
-                home = recorded._MetaRank(layout.world_size, self._gpu.target)
+                home = recorded.MetaRank(layout.world_size, self._gpu.target)
                 exchange = Overlapped(home, None, self.spec, layout, torch.bfloat16, MAX_TOKENS)
-            weights = recorded._NoWeights(self.spec, layout)
+            weights = recorded.NoWeights(self.spec, layout)
             self._model = GpuModel(
                 *(self.spec, weights, torch.bfloat16),
                 device=recorded.META,
@@ -101,7 +101,7 @@ class Steps:
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             found.add(variant(kernel, kwargs))
 
-        ints, meta = recorded._ints, recorded._meta
+        ints, meta = recorded.ints, recorded.meta
         tokens, requests, local = shape.tokens, shape.requests, self.layout.local(self.spec)
         cache = [(meta((64, local.num_kv_heads, PAGE, local.head_dim)),) * 2]
         batch = PagedBatch(

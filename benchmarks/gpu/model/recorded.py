@@ -81,8 +81,8 @@ class Recorded:
     whole: Sequence[Launch]
 
 
-class _MetaRank(LoneRank):
-    """A rank whose tensors are all on the meta device."""
+class MetaRank(LoneRank):
+    """A rank with all tensors on the meta device."""
 
     def __init__(self, world_size: int, target: str) -> None:
         super().__init__(0, world_size, target)
@@ -99,7 +99,7 @@ class _MetaRank(LoneRank):
         return memory, [0] * self.world_size, 0
 
 
-class _NoWeights:
+class NoWeights:
     """Stands in for a checkpoint: shapes without contents. See gpu_layers.WeightSource."""
 
     def __init__(self, spec: ModelSpec, layout: Layout) -> None:
@@ -109,15 +109,15 @@ class _NoWeights:
         return self.layout.parts(self._spec, weight)
 
     def read(self, weight: WeightSpec) -> Tensor:
-        return _meta([part.stop - part.start for part in self.parts(weight)])
+        return meta([part.stop - part.start for part in self.parts(weight)])
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         experts, *rest = self.parts(weight)
         for _ in range(experts.start, experts.stop):
-            yield _meta([part.stop - part.start for part in rest])
+            yield meta([part.stop - part.start for part in rest])
 
 
-def _meta(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def meta(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=META)
 
 
@@ -190,29 +190,29 @@ def _run(
     with _launches(gpu) as launches, torch.inference_mode():
         exchange: Exchange = Plain(ALONE)
         if layout.world_size > 1:
-            home = _MetaRank(layout.world_size, gpu.target)
+            home = MetaRank(layout.world_size, gpu.target)
             exchange = Overlapped(home, None, spec, layout, torch.bfloat16, MAX_TOKENS)
-        weights = _NoWeights(spec, layout)
+        weights = NoWeights(spec, layout)
         model = GpuModel(
             spec, weights, torch.bfloat16, device=META, exchange=exchange, groups=ALONE
         )
         local = layout.local(spec)
         pages = -(-context // PAGE)
         shape = (users * pages, local.num_kv_heads, PAGE, local.head_dim)
-        cache = [(_meta(shape), _meta(shape)) for _ in spec.layers]
-        table = _ints(users, pages)
+        cache = [(meta(shape), meta(shape)) for _ in spec.layers]
+        table = ints(users, pages)
         batch = PagedBatch(
-            _ints(users + 1), _ints(users), table, _ints(users), max_queries=1, max_context=context
+            ints(users + 1), ints(users), table, ints(users), max_queries=1, max_context=context
         )
-        plan = PagedPlan(_ints(users), _ints(users), batch)
+        plan = PagedPlan(ints(users), ints(users), batch)
         sizes = [Size(users, users)] * layout.dp_size if layout.dp_size > 1 else []
 
         with _Operators(launches):
             launches.clear()  # of the model's making
-            x = model.embed(_ints(users))
-            model.logits(model(x, _ints(users), cache, plan, None, sizes))
+            x = model.embed(ints(users))
+            model.logits(model(x, ints(users), cache, plan, None, sizes))
         return list(launches)
 
 
-def _ints(*shape: int) -> Tensor:
-    return _meta(shape, torch.int32)
+def ints(*shape: int) -> Tensor:
+    return meta(shape, torch.int32)

@@ -1,4 +1,4 @@
-"""Counts the kernels that Triton compiles: while a server serves, each delays a step by seconds."""
+"""Counts Triton's compilations: while a server serves, each delays a step by seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 class Compilations:
     """Counts Triton's compilations in this process from now on.
 
-    Kernels that Triton finds in its cache on disk take milliseconds, and do not count.
+    Kernels from Triton's cache on disk take milliseconds, and do not count.
 
     Attributes:
         count: number of kernels.
@@ -21,6 +21,7 @@ class Compilations:
 
     def __init__(self) -> None:
         self.count = 0
+        self._taken = 0
         self._before = triton.knobs.compilation.listener
         triton.knobs.compilation.listener = self._listen
 
@@ -30,6 +31,11 @@ class Compilations:
         if not cache_hit:
             self.count += 1
             logger.warning("Triton compiled %s after warm-up; a step has waited for it", src.name)
+
+    def take(self) -> int:
+        """Return the number since the last call."""
+        new, self._taken = self.count - self._taken, self.count
+        return new
 
     def close(self) -> None:
         """Stop counting."""

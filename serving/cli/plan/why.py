@@ -22,8 +22,7 @@ def decisions(spec: ModelSpec, place: Slice, tp: int | None, dtype: str, limits:
     Args:
         spec: the model.
         place: the slice.
-        tp: number of devices that share the model; None for all in the slice. Then the size that
-            weft would choose is also told.
+        tp: number of devices that share the model; None for all in the slice, beside the default.
         dtype: compute dtype.
         limits: the engine's settings.
 

@@ -74,7 +74,7 @@ class GrammarMatcher:
         end_token_ids: tokens that end the request.
         min_tokens: minimum number of tokens before an end token, unless nothing else can follow.
         unwanted: end tokens that must not occur, unless nothing else can follow.
-        utf8: excludes tokens that would make invalid UTF-8; None if no token does.
+        utf8: rules against invalid UTF-8; None if no token could make it.
 
     Raises:
         RequestError: no token can come first.
@@ -130,9 +130,8 @@ class GrammarMatcher:
         # A new array, because steps in flight may still use the last one.
         mask = np.full_like(self._but_ends, -1)
         self._matcher.fill_next_token_bitmask(mask[None])
-        mask &= self._all  # xgrammar does not clear the bits beyond the vocabulary
-        if self._utf8 is not None:
-            mask &= self._utf8.after(self._newest)
+        # xgrammar does not clear the bits beyond the vocabulary; neither mask has them.
+        mask &= self._all if self._utf8 is None else self._utf8.after(self._newest)
         if not mask.any():
             if not self._matcher.is_completed():
                 raise RequestError("none of the model's tokens can follow in the grammar")

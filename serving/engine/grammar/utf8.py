@@ -27,7 +27,7 @@ _PAIR = re.compile(
 
 
 class Utf8Rules:
-    """Rules for the tokens that may follow a token without making invalid UTF-8.
+    """Rules for the next token: text stays valid UTF-8.
 
     Args:
         words: each token's bytes.
@@ -42,7 +42,7 @@ class Utf8Rules:
             self._masks[first] = _packed(valid & ~((starts >= low) & (starts <= high)))
 
     def after(self, token: int | None) -> Int32:
-        """Return int32[ceil(V / 32)]: the tokens that may follow a token, or come first."""
+        """Return a mask for the tokens after a token, or for the first: int32[ceil(V / 32)]."""
         return self._masks[0 if token is None else self._ends[token]]
 
 

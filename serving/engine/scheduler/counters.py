@@ -16,7 +16,7 @@ class Counters:
         requests: requests that were added.
         submitted, finished: steps that were scheduled, and steps that have come back.
         step_seconds: time that finished steps took on the device.
-        compilations: kernels or programs that were compiled during these steps.
+        compilations: kernels or programs compiled during these steps.
         preemptions: number of times that a request lost its blocks to an earlier one.
         prefix_queries: tokens of admitted requests that were looked up in the prefix cache.
         prefix_hits: number of these tokens that were found.

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tpu_steps
 
 from weft.models.checkpoint.locate import read_spec
 from weft.models.plan.batch import Batch
@@ -28,21 +29,12 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 PAGE = Path(__file__).parents[3] / "docs/plan.md"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
+LLAMA_8B = tpu_steps.LLAMA_8B | {"num_hidden_layers": 32}
+LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
 }
 LIMITS = Limits(
     max_model_len=6144,
@@ -59,12 +51,6 @@ PUBLISHED = {
     "H100:8": (7126.51, 1010.5, 7205.34, 3523.17),
 }
 """Tokens of answers per second for each of `LENGTHS`; all GPUs of the slice hold one replica."""
-LLAMA_8B = CONFIG | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
 MIXTRAL_8X7B = LLAMA_8B | {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -109,7 +95,7 @@ CONTEXT = 300
 VLLM = [
     ("Llama 3 8B", LLAMA_8B, "H100:1", 6026.61, 126.357),
     ("Llama 3 8B", LLAMA_8B, "H100:8", 10242.68, 71.980),
-    ("Llama 3 70B", CONFIG, "H100:8", 3301.05, 195.167),
+    ("Llama 3 70B", LLAMA_70B, "H100:8", 3301.05, 195.167),
     ("Mixtral 8x7B", MIXTRAL_8X7B, "H100:8", 3279.87, 104.094),
 ]
 """Model, slice, tokens of answers per second, and the median milliseconds for ten steps."""
@@ -118,7 +104,7 @@ VLLM = [
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     folder = tmp_path_factory.mktemp("llama")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
     return read_spec(folder)
 
 

@@ -11,39 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tpu_steps import LLAMA_8B, QWEN3_MOE
 
 from weft.models.torch import warm_up
 
 ROOT = Path(__file__).parents[3]
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_attention_heads": 64,
-}
-QWEN3_MOE = LLAMA_8B | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
 }
 
 

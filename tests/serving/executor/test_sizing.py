@@ -6,26 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import tpu_steps
 
 from weft.errors import ModelError
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.placement import Inventory, decided
 
 GIB = 2**30
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
+LLAMA_8B = tpu_steps.LLAMA_8B | {"num_hidden_layers": 32}
 """16.1 GB of weights."""
 
 

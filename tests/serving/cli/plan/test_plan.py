@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import tpu_steps
 import yaml
 from click.testing import CliRunner
 from support.checkpoints import make_checkpoint
@@ -18,19 +19,7 @@ from weft.models.plan.switches import Decision, Torus
 from weft.serving.cli.main import weft
 
 LOAD = "in=100,out=20,rate=2"
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
+LLAMA_8B = tpu_steps.LLAMA_8B | {"num_hidden_layers": 32, "max_position_embeddings": 131072}
 EIGHT = ("--for", "h100:8", "--load", LOAD)
 
 
@@ -262,18 +251,11 @@ def test_a_load_that_no_row_serves(load: str, slo: str, says: str) -> None:
     ],
 )
 def test_weights_with_fewer_bits_that_would_fit(devices: int, says: str, tmp_path: Path) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
+    config = LLAMA_8B | {
         "hidden_size": 16384,
         "intermediate_size": 53248,
         "num_hidden_layers": 126,
         "num_attention_heads": 128,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "torch_dtype": "bfloat16",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     slice = f"h200:{devices}" if devices == 2 else f"h100:{devices}"
