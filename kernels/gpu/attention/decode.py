@@ -15,14 +15,15 @@ each tile's keys (split-KV: Flash-Decoding, Dao et al. 2023):
 Both launches are on one stream, which orders them; there are no signals. Each call allocates its
 own `parts`, so no slot is reused early.
 
-`count_splits` derives SPLITS from the processor count and from the longest context known to the
-host. A captured CUDA graph keeps the SPLITS from its capture. Every request's keys are cut into
-SPLITS ranges, even if there are few keys.
+`choose_splits` compares the predicted times of 1, 2, 4, ... splits (tuning/costs.py), for the
+longest context known to the host. A captured CUDA graph keeps the SPLITS from its capture. Every
+request's keys are cut into SPLITS ranges, even if there are few keys.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -41,12 +42,10 @@ from weft.kernels.gpu.attention.tile import (
 )
 from weft.kernels.gpu.matmul.matmul import count_processors
 from weft.kernels.gpu.runtime.arguments import require
+from weft.kernels.gpu.tuning.costs import Config, Problem, best_splits, gpu_of
 from weft.kernels.gpu.tuning.search import Choice
 
 MAX_SPLITS = 64
-KEYS_OF_A_SPLIT = 256
-"""Minimum number of keys in a split; with fewer, the merge costs more than the split saves."""
-
 PARTS = 16
 """Number of parts that a merge program loads at a time."""
 
@@ -97,34 +96,6 @@ def merge_splits(
     if lse is not None:
         log_sum = tl.where(unseen, float("-inf"), anchor + tl.log2(weight) * LN2)
         tl.store(lse + row, tl.where(flagged, float("inf"), log_sum))
-
-
-def count_splits(tiles: int, blocks: int, processors: int, least: int) -> int:
-    """Return how many programs share a tile's keys: the fewest that nearly fill the device.
-
-    If the last round of programs fills the device only in part, the rest is idle. The result is the
-    fewest splits whose utilization is within 15% of the best (FlashAttention's rule). Only powers
-    of two are considered, because each one compiles its own kernels.
-
-    Args:
-        tiles: programs without splits.
-        blocks: key blocks in the longest context.
-        processors: processors on the device; each runs one program.
-        least: minimum blocks in a split.
-
-    Returns:
-        A power of two, at most MAX_SPLITS.
-    """
-    most = max(1, min(MAX_SPLITS, blocks // max(1, least)))
-
-    def use(splits: int) -> float:
-        longest = -(-blocks // splits)  # 5 blocks: 2 by 4 splits, and by 3
-        rounds = -(-tiles * splits // processors)
-        return tiles * blocks / (processors * rounds * longest)
-
-    powers = [1 << number for number in range(most.bit_length())]
-    best = max(map(use, powers))
-    return next(splits for splits in powers if use(splits) >= 0.85 * best)
 
 
 def decode_attention(
@@ -185,16 +156,36 @@ def choose_splits(
     options: Options,
     processors: int,
     world_size: int = 1,
+    op: str = "decode_attention",
 ) -> int:
-    """Return `count_splits` for a batch."""
+    """Return how many programs share a tile's keys: the number with the least predicted time.
+
+    Args:
+        q, keys, batch, tile, options: see `decode_attention`.
+        processors: processors on the device; each runs one program.
+        world_size: number of ranks that share each request's keys.
+        op: as in `costs.Problem`.
+
+    Returns:
+        A power of two, at most MAX_SPLITS: each one compiles its own kernels.
+    """
     heads, kv_heads = q.shape[1], keys.shape[1]
     group = heads_of_tile(heads // kv_heads, tile)
-    tiles = count_tiles(q, batch, tile, group) * (heads // group)
     longest = -(-batch.max_context // world_size)
     if options.sliding_window is not None:
         longest = min(longest, options.sliding_window + batch.max_queries)
-    blocks = max(1, -(-longest // tile.block_n))
-    return count_splits(tiles, blocks, processors, KEYS_OF_A_SPLIT // tile.block_n)
+    problem = Problem(
+        op,
+        world_size=1,
+        rows=count_tiles(q, batch, tile, group) * (heads // kv_heads // group),
+        n=longest,
+        k=q.shape[2],
+        dtype=str(keys.dtype).removeprefix("torch."),
+        groups=kv_heads,
+        top_k=group,
+    )
+    config = Config("local", tile.block_m, tile.block_n, stages=tile.stages, warps=tile.warps)
+    return best_splits(problem, config, replace(gpu_of(q.device), processors=processors))
 
 
 def launch_split(

@@ -138,7 +138,9 @@ def mla_decode_attention(
     must = f"be from 1 to {MAX_SPLITS}, or 0 for the default"
     check("splits", splits, 0 <= splits <= MAX_SPLITS, must)
     splits = splits or (config.splits if config else 0)
-    splits = splits or choose_splits(q, keys, batch, tile, options, count_processors(q.device))
+    splits = splits or choose_splits(
+        *(q, keys, batch, tile, options, count_processors(q.device)), op="mla_decode_attention"
+    )
     out = torch.empty((tokens, heads, kv_lora_rank), dtype=q.dtype, device=q.device)
     launch_split(q, keys, None, batch, out, lse, tile, options, splits)
     return out

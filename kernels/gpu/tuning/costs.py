@@ -20,14 +20,19 @@ between communication and compute, and power limits.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from weft.kernels.devices import DEVICES, GPU_LAUNCH, HOP
 from weft.kernels.gpu.runtime.arguments import KernelError
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -262,6 +267,12 @@ def device_named(name: str) -> Gpu:
     return next((gpu for gpu in GPUS if gpu.name in name), UNKNOWN)
 
 
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the figures of a torch device. In the interpreter, these are the H100's."""
+    cuda = device.type == "cuda"
+    return device_named(torch.cuda.get_device_name(device)) if cuda else UNKNOWN
+
+
 def device_for(target: str) -> Gpu:
     """Find the first GPU with this compilation target."""
     return next(gpu for gpu in GPUS if gpu.target == target)
@@ -329,6 +340,31 @@ def attention_time(problem: Problem, config: Config, device: Gpu) -> float:
         parts = problem.rows * problem.groups * problem.top_k * problem.k * splits
         total += GPU_LAUNCH + 2 * 4 * parts / device.memory
     return total
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def best_splits(problem: Problem, config: Config, device: Gpu) -> int:
+    """Return the number of splits for decode attention that takes the fewest seconds.
+
+    With more splits, more processors share the keys, but the parts must be merged. At equal cost,
+    fewer splits win.
+
+    Args:
+        problem: the batch; each tile of queries counts as one row.
+        config: the tile; its splits do not count.
+        device: the GPU.
+    """
+    costs = {
+        splits: attention_time(problem, replace(config, splits=splits), device)
+        for splits in split_counts(problem)
+    }
+    best = min(costs, key=costs.__getitem__)
+    logger.debug(
+        "%s: %d programs share the keys of each tile, for %d rows with %d keys, %d KV heads: %s",
+        *(problem.op, best, problem.rows, problem.n, problem.groups),
+        ", ".join(f"{splits} take {cost * 1e6:.3g} us" for splits, cost in costs.items()),
+    )
+    return best
 
 
 def exchange_time(problem: Problem, config: Config, device: Gpu) -> float:
@@ -433,7 +469,7 @@ def space(problem: Problem, device: Gpu, methods: Sequence[str]) -> list[Config]
         for method in methods
         for tile in tiles
         for senders in (SENDERS if problem.op in SENDING else (0,))
-        for splits in (_splits(problem) if problem.decodes else (0,))
+        for splits in (split_counts(problem) if problem.decodes else (0,))
     ]
     if not configs:
         raise KernelError(f"{problem.op}: no tile fits {device.shared} bytes of shared memory")
@@ -528,8 +564,8 @@ def latent_rank(k: int) -> int:
     return min(512, 1 << (k.bit_length() - 1))
 
 
-def _splits(problem: Problem) -> list[int]:
-    """List the numbers of splits with at least 64 keys in each split."""
+def split_counts(problem: Problem) -> list[int]:
+    """List the numbers of splits to compare: powers of two, with at least 64 keys in a split."""
     return [splits for splits in SPLITS if splits == 1 or splits * 64 <= problem.n]
 
 

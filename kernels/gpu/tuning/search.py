@@ -271,8 +271,8 @@ class Choice:
             context: number of keys in the longest request.
 
         Returns:
-            None if nothing was tuned for this shape. The ops' own rules are then better than the
-            cost model, because the model knows only the length of the longest request.
+            None if nothing was tuned for this shape. The ops then choose a tile by its registers,
+            and the number of splits by the cost model.
         """
         kv_heads, name = keys.shape[1], str(keys.dtype).removeprefix("torch.")
         shape = (tuned.bucket(rows), tuned.bucket(context), q.shape[2], kv_heads)

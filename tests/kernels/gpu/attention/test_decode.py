@@ -21,13 +21,13 @@ from weft.kernels.gpu.attention import kernel, paged
 from weft.kernels.gpu.attention.decode import (
     MAX_SPLITS,
     choose_splits,
-    count_splits,
     decode_attention,
 )
 from weft.kernels.gpu.attention.inputs import Options
 from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.tile import Tile
 from weft.kernels.gpu.runtime.arguments import KernelError
+from weft.kernels.gpu.tuning.costs import SPLITS
 from weft.kernels.interpreter import gpu as interpreter
 
 
@@ -81,10 +81,15 @@ def test_what_it_chooses_by_itself_is_split() -> None:
     case = Case(Shape(1, 2, 16, 16), [(1100, 1)])
     batch = case.batch()
     tile = Tile(16, 64, 4, 2)
-    assert choose_splits(case.q, case.keys[0], batch, tile, Options(1.0), 132) == 4
-    windowed = Options(1.0, sliding_window=256)
+    assert choose_splits(case.q, case.keys[0], batch, tile, Options(1.0), 132) == 16
+    assert choose_splits(case.q, case.keys[0], batch, tile, Options(1.0), 132, world_size=8) == 1
+    windowed = Options(1.0, sliding_window=128)
     assert choose_splits(case.q, case.keys[0], batch, tile, windowed, 132) == 1
     case.close(*decode(case))
+
+
+def test_splits_have_a_kernel_each() -> None:
+    assert SPLITS[-1] == MAX_SPLITS
 
 
 def test_a_split_that_is_flagged_flags_the_request() -> None:
@@ -107,49 +112,6 @@ def test_splits_out_of_range_are_refused() -> None:
     for splits in (-1, MAX_SPLITS + 1):
         with pytest.raises(KernelError, match=f"splits is {splits}; it must be from 1 to 64, or 0"):
             decode(case, splits=splits)
-
-
-# How many.
-
-
-@given(
-    tiles=st.integers(1, 5000),
-    blocks=st.integers(1, 20000),
-    processors=st.integers(1, 304),
-    least=st.integers(1, 16),
-)
-def test_splits_are_few_and_worth_it(tiles: int, blocks: int, processors: int, least: int) -> None:
-    """No more than there is work for; and none where the device is full without."""
-    splits = count_splits(tiles, blocks, processors, least)
-    powers = [1, 2, 4, 8, 16, 32, 64]
-    assert powers[-1] == MAX_SPLITS
-    assert splits in powers  # for each number a kernel is compiled
-    assert splits == 1 or blocks // splits >= least
-
-    def time(splits: int) -> int:
-        return -(-tiles * splits // processors) * -(-blocks // splits)
-
-    assert time(splits) <= time(1)
-    assert 0.849 * time(splits) <= min(time(n) for n in powers if n * least <= max(blocks, least))
-    if splits > 1:
-        assert time(splits) < time(splits // 2)
-    if tiles % processors == 0:
-        assert splits == 1
-
-
-@pytest.mark.parametrize(
-    ("tiles", "blocks", "processors", "splits"),
-    [
-        (8, 2048, 132, 16),  # one decode of 131072 tokens with 8 KV heads on an H100
-        (8, 16, 132, 4),  # of 1024
-        (8, 3, 132, 1),
-        (64 * 8, 128, 132, 1),  # 64 decodes of 8192
-        (132, 2048, 132, 1),
-        (1, 20000, 132, 64),
-    ],
-)
-def test_splits_of_known_batches(tiles: int, blocks: int, processors: int, splits: int) -> None:
-    assert count_splits(tiles, blocks, processors, 4) == splits
 
 
 # Planted faults.

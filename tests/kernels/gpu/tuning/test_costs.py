@@ -17,6 +17,7 @@ from weft.kernels.gpu.tuning.costs import (
     Config,
     Gpu,
     Problem,
+    best_splits,
     cost,
     device_named,
     link_time,
@@ -124,6 +125,44 @@ def test_few_decodes_share_their_keys() -> None:
 
     assert 8 * splits(1) in range(H100.processors // 2, 4 * H100.processors)
     assert splits(256) == 1
+
+
+TILE = Config("local", 16, 64, stages=3, warps=4)
+
+
+@pytest.mark.parametrize(
+    ("requests", "keys", "splits"),
+    [
+        (1, 131_072, 16),  # 8 KV heads: 128 programs for 132 processors
+        (1, 1024, 16),
+        (1, 192, 1),  # the merge is a launch more
+        (17, 8192, 2),  # 136 programs: the second round would have 4
+        (16, 8192, 1),
+        (64, 8192, 1),
+    ],
+)
+def test_splits_of_known_batches(requests: int, keys: int, splits: int) -> None:
+    problem = Problem("decode_attention", 1, requests, keys, 128, groups=8, top_k=4)
+    assert best_splits(problem, TILE, H100) == splits
+
+
+@given(
+    op=st.sampled_from(["decode_attention", "mla_decode_attention"]),
+    requests=st.integers(1, 600),
+    keys=st.integers(0, 1 << 20),
+    groups=st.integers(1, 16),
+    device=st.sampled_from(GPUS),
+)
+def test_splits_are_worth_their_merge(
+    op: str, requests: int, keys: int, groups: int, device: Gpu
+) -> None:
+    """A full device needs none, and a dearer merge never makes more of them."""
+    problem = Problem(op, 1, requests, keys, 128, groups=groups, top_k=4)
+    splits = best_splits(problem, TILE, device)
+    assert splits == 1 or splits * 64 <= keys
+    if requests * groups % device.processors == 0:
+        assert splits == 1
+    assert best_splits(replace(problem, top_k=16), TILE, device) <= splits
 
 
 def test_a_prefill_over_ranks_hides_its_keys() -> None:
