@@ -70,7 +70,9 @@ class Device:
         ring: axes with a multiple of this size close to a ring. With three axes, all or none do.
         inside: between the devices on one chip; None if a chip is one device, else a chip is two.
         overlaps: reads from memory run beside arithmetic.
-        vector: the number format at whose rate a CPU's vector units multiply; else None.
+        vector: on a CPU with matrix units, the number format at whose rate its vector units
+            multiply; else None.
+        cpu: it is a core of a CPU.
         like: for a user's own device, the device in this table from which its numbers come.
     """
 
@@ -92,6 +94,7 @@ class Device:
     reached: Reached = Reached()
     overlaps: bool = True
     vector: str | None = None
+    cpu: bool = False
 
     @property
     def per_chip(self) -> int:
@@ -147,6 +150,21 @@ def _tpu_sources(name: str, price: str = CLOUD, **others: str) -> dict[str, str]
         "price": price,
         "reached": "assumed",
     } | others
+
+
+def _cpu_sources(machine: str) -> dict[str, str]:
+    return {
+        "flops": f"{machine}: one of two cores",
+        "memory": "assumed: 8 GiB for each core",
+        "bandwidth": f"{machine}: one of two cores; less if more share it",
+        "link": "assumed: gloo within a node",
+        "node": "assumed",
+        "network": "assumed: 10 Gb/s",
+        "launch": f"{machine}: one rank",
+        "host": HOST_SOURCE,
+        "reached": f"{machine}: links with two ranks, the others with one",
+        "price": "two virtual CPUs at Nebius, on demand, in SkyPilot's catalogue v8 (2025)",
+    }
 
 
 _TABLE = (
@@ -332,9 +350,24 @@ _TABLE = (
         ring=4,
         inside=Link(6 * 9e10, HOP, "pairs"),
     ),
-    # A core reads weights and multiplies them in turn: docs/benchmarks/plan.md.
     Device(
         name="cpu",
+        flops=_flops(99e9, 362e9, 362e9, 99e9),
+        memory=8 * GIB,
+        bandwidth=22e9,
+        link=Link(5e9, 20e-6),
+        node=64,
+        network=Link(1.25e9, 50e-6),
+        launch=12e-6,
+        host=HOST,
+        price=0.05,
+        sources=_cpu_sources("docs/benchmarks/plan.md, an AMD EPYC (Zen 4)"),
+        reached=Reached(flops=1.0, bandwidth=1.1, links=0.4),
+        cpu=True,
+    ),
+    # With matrix units (AMX), a core reads weights and multiplies them in turn.
+    Device(
+        name="cpu-amx",
         flops=_flops(150e9, 300e9, 600e9, 150e9),
         memory=8 * GIB,
         bandwidth=23e9,
@@ -344,21 +377,11 @@ _TABLE = (
         launch=36e-6,
         host=HOST,
         price=0.05,
-        sources={
-            "flops": "docs/benchmarks/cpu.md for bfloat16, for one of two cores; others assumed",
-            "memory": "assumed: 8 GiB for each core",
-            "bandwidth": "docs/benchmarks/cpu.md, for one of two cores; less if more share it",
-            "link": "assumed: gloo within a node",
-            "node": "assumed",
-            "network": "assumed: 10 Gb/s",
-            "launch": "docs/benchmarks/plan.md, one rank",
-            "host": HOST_SOURCE,
-            "reached": "docs/benchmarks/plan.md: links with two ranks, the others with one",
-            "price": "two virtual CPUs at Nebius, on demand, in SkyPilot's catalogue v8 (2025)",
-        },
+        sources=_cpu_sources("docs/plan.md, an Intel Xeon with AMX"),
         reached=Reached(flops=0.64, bandwidth=0.67, links=0.1),
         overlaps=False,
         vector="float32",
+        cpu=True,
     ),
 )
 DEVICES = {device.name: device for device in _TABLE}

@@ -61,7 +61,7 @@ def page(run: Run) -> str:
 
 def _device(run: Run, ranks: int) -> Device:
     """Return what one of several ranks has of the machine."""
-    cpu = DEVICES["cpu"]
+    cpu = DEVICES["cpu-amx" if "amx" in run.machine["processor"] else "cpu"]
     flops = {
         "float32": run.float32,
         "bfloat16": run.limits.gemm,
@@ -105,9 +105,9 @@ def _head(run: Run, by_ranks: Mapping[int, Constants]) -> Iterator[str]:
 | float32 products | {run.float32 / 1e9:,.0f} GFLOP/s |
 | memory | {run.limits.bandwidth / 1e9:.1f} GB/s |
 
-A server has all cores: `--tp 2` gives each rank half of them. Other work ran on the machine at the
-same time. A step ran until its four fastest runs agreed within 5%, for at most 3 s, and their
-median counts. Time begins when the executor gets the step, and ends when it has the result.
+A server has all cores: `--tp 2` gives each rank half of them. A step ran until its four fastest
+runs agreed within 5%, for at most 3 s, and their median counts. Time begins when the executor gets
+the step, and ends when it has the result.
 
 | fitted to all servers with | FLOP/s | memory | links | launch, us | host, ms |
 | --- | --- | --- | --- | --- | --- |"""

@@ -29,9 +29,6 @@ from weft.models.plan.times import Engine
 from weft.models.spec.layout import Layout, check_layout
 from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
 
-CPU = "cpu"
-FORMATS = {CPU: ("none", "int8")}
-"""Quantisations that each kind of device serves, by its name; others serve unquantised weights."""
 BITS = {"none": None, "int8": 8}
 """Bits of a weight in each quantisation; None is the checkpoint's."""
 
@@ -119,7 +116,7 @@ def choices(
 
 def formats(place: Slice) -> tuple[str, ...]:
     """Return the served quantisations on a slice."""
-    return FORMATS.get(place.device.name, ("none",))
+    return ("none", "int8") if place.device.cpu else ("none",)
 
 
 def fewest_ranks(
@@ -187,7 +184,7 @@ def _divisors(number: int) -> Sequence[int]:
 
 def _overlaps(place: Slice, layout: Layout) -> bool:
     """Tell if overlapped kernels serve the layout: within one node, or on a torus."""
-    if place.device.name == CPU or not layout.can_overlap:
+    if place.device.cpu or not layout.can_overlap:
         return False
     return bool(place.device.shapes) or layout.dense_size <= place.device.node
 
@@ -201,7 +198,7 @@ def _memory(
     if place.device.shapes:
         count = partial(jax_activations, tp=layout.tp)
         available -= sampler_state_bytes(spec, limits.max_num_seqs, layout.tp)
-    elif place.device.name == CPU:
+    elif place.device.cpu:
         count = cpu_activations
     last = Layout(layout.tp, layout.ep, layout.world_size - 1, layout.cp, layout.pp)
     return MemoryPlan(

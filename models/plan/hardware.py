@@ -183,7 +183,7 @@ def read_devices(path: Path) -> dict[str, Device]:
 MIN_SHARE, MAX_SHARE = 1e-3, 2.0  # of a peak; a measured peak may be a little too low
 SHARES = [each.name for each in fields(Reached)]
 MOST = 1e21
-FIXED = {"name", "sources", "shapes", "ring", "inside", "like", "overlaps", "vector"}
+FIXED = {"name", "sources", "shapes", "ring", "inside", "like", "overlaps", "vector", "cpu"}
 CHANGEABLE = [each.name for each in fields(Device) if each.name not in FIXED]
 
 

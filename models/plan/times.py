@@ -3,10 +3,10 @@
     operators (step.py) + slice (hardware.py) ──► seconds
 
 An operator takes the longer of its arithmetic and its memory traffic (a roofline; Williams et al.
-2009), and time to launch its kernels. On a CPU both times add up. An exchange comes after that, or
-beside it: an overlapped one adds only what the product does not hide, and the latency of its first
-hop. Peaks of data sheets are never reached, so `Device.reached` (kernels/devices.py) says which
-share of each is.
+2009), and time to launch its kernels. On a CPU with matrix units, both add up. An exchange comes
+after that, or beside it: an overlapped one adds only what the product does not hide, and the
+latency of its first hop. Peaks of data sheets are never reached, so `Device.reached`
+(kernels/devices.py) says which share of each is.
 
 With pipeline stages, the requests form as many parts as there are stages, and each stage computes
 one part: a token takes the slowest stage's time, once for each stage.

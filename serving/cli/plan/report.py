@@ -13,7 +13,7 @@ from weft.models.plan.choices import Limits
 from weft.models.plan.load import Objective
 from weft.models.plan.plan import Row
 
-TYPES = {"A100": "a100-80gb"}
+TYPES = {"A100": "a100-80gb", "cpu-amx": "cpu"}
 """The chart's accelerator types, for devices whose name in lower case is another type."""
 
 
@@ -184,7 +184,7 @@ def helm(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
     shape = "x".join(map(str, choice.place.shape))
     if device.shapes:
         lines.append(f"  topology: {shape}")
-    elif kind != "cpu":
+    elif not device.cpu:
         lines.append(f"  perHost: {choice.place.shape[1]}")
     if not device.shapes and choice.place.shape[0] > 1:
         lines.append(f"hosts: {choice.place.shape[0]}")

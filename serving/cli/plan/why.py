@@ -6,7 +6,7 @@ They are the decisions of models/jax and models/torch when they serve.
 from __future__ import annotations
 
 from weft.errors import ConfigError
-from weft.models.plan.choices import CPU, Limits, fewest_ranks
+from weft.models.plan.choices import Limits, fewest_ranks
 from weft.models.plan.hardware import Slice
 from weft.models.plan.switches import Torus
 from weft.models.spec.layout import Layout, check_layout
@@ -38,11 +38,11 @@ def decisions(spec: ModelSpec, place: Slice, tp: int | None, dtype: str, limits:
     most = limits.max_num_batched_tokens
     if place.device.shapes:
         lines = _torus(Torus(place, local, devices, dtype), most)
-    elif place.device.name != CPU and 1 < devices <= place.shape[1]:
+    elif not place.device.cpu and 1 < devices <= place.shape[1]:
         lines = [_gpus(local, place, devices, dtype, most)]
     else:
         lines = ["nothing to decide: there is one way to run a step"]
-    if tp is None and place.device.name != CPU:
+    if tp is None and not place.device.cpu:
         chosen = fewest_ranks(spec, place, limits, Layout(), dtype=dtype)
         lines.insert(0, f"without --tp, it is {chosen.value}: {chosen.reason}")
     return "\n  ".join([head, *lines])

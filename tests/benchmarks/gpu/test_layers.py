@@ -146,6 +146,7 @@ COMPILE = """
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -161,7 +162,7 @@ large = full()
 scale = replace(TINY, dtype=torch.bfloat16, page=large.page)
 with aot.compiling("sm_90") as launches:
     for op, queries, tiles in (
-        (decode_attention, 1, large.decode_tiles),
+        (partial(decode_attention, splits=2), 1, large.decode_tiles),
         (paged_attention, 300, large.prefill_tiles),
     ):
         tensors = operands(scale, Batch("", 8, 2, 128, 1, queries, 512))

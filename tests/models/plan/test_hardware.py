@@ -39,7 +39,7 @@ def test_the_page_has_each_device(device: Device) -> None:
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
 def test_each_figure_has_a_source_and_is_possible(device: Device) -> None:
     figures = {each.name for each in fields(Device)} - {
-        *("name", "sources", "shapes", "ring", "like", "overlaps", "vector"),
+        *("name", "sources", "shapes", "ring", "like", "overlaps", "vector", "cpu"),
     }
     if device.inside is None:
         figures.remove("inside")

@@ -69,7 +69,7 @@ def test_the_host_works_once_for_all_stages() -> None:
 
 @pytest.mark.parametrize(
     ("place", "quantization", "advised"),
-    [("cpu:1", "none", True), ("cpu:1", "int8", False), ("h100:1", "none", False)],
+    [("cpu:1", "none", True), ("cpu-amx:1", "int8", False), ("h100:1", "none", False)],
 )
 def test_int8_is_advised_where_it_is_served_and_not_in_use(
     place: str, quantization: str, advised: bool
