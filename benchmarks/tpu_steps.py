@@ -107,12 +107,15 @@ def compile_step(
         spec = read_spec(Path(folder))
     tp = len(devices)
     sizes: dict[str, Any] = {"max_num_seqs": ROWS, "block_size": 16}
-    bucket = Buckets(max_num_batched_tokens=TOKENS, max_model_len=2048, **sizes).all()[0]
+    layout, dtype = Layout(tp, ep), "bfloat16"
+    mesh = make_mesh(devices, tp, ep)
+    limits = {"max_num_batched_tokens": TOKENS, "max_model_len": 2048}
+    bucket = Buckets(spec, layout, mesh, dtype, kernels=kernels, **limits, **sizes).all()[0]
     decision = Decision(sharded, "measured here")
     with mock.patch.object(Torus, "shards_tokens", return_value=decision):
         program = Program(
-            *(spec, Layout(tp, ep), make_mesh(devices, tp, ep)),
-            dtype="bfloat16",
+            *(spec, layout, mesh),
+            dtype=dtype,
             num_blocks=1024,
             buckets=[bucket],
             kernels=kernels,

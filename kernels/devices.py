@@ -73,6 +73,7 @@ class Device:
         vector: on a CPU with matrix units, the number format at whose rate its vector units
             multiply; else None.
         cpu: it is a core of a CPU.
+        copy: seconds to start a copy to a core's own memory; 0 if kernels load single rows.
         like: for a user's own device, the device in this table from which its numbers come.
     """
 
@@ -95,6 +96,7 @@ class Device:
     overlaps: bool = True
     vector: str | None = None
     cpu: bool = False
+    copy: float = 0.0
 
     @property
     def per_chip(self) -> int:
@@ -110,6 +112,8 @@ HOP = 1e-6
 """BOOK, part 3, says "about 1 us" for ICI. Assumed to hold for GPUs in a node, too."""
 GPU_LAUNCH = 4e-6
 """Assumed."""
+COPY = 32e-9
+"""Assumed: scalar instructions to start a copy on a TPU, and to wait for it."""
 HOST = 0.2e-3
 HOST_SOURCE = "docs/benchmarks/engine.md: the scheduler takes 0.11 to 0.19 ms for a step"
 
@@ -148,6 +152,7 @@ def _tpu_sources(name: str, price: str = CLOUD, **others: str) -> dict[str, str]
         "launch": "assumed",
         "host": HOST_SOURCE,
         "price": price,
+        "copy": "assumed",
         "reached": "assumed",
     } | others
 
@@ -278,6 +283,7 @@ _TABLE = (
             network=f"{BOOK}, part 2: 25 GB/s for a host with 4 chips; hop assumed",
         ),
         shapes=CUBES,
+        copy=COPY,
         ring=4,
     ),
     Device(
@@ -293,6 +299,7 @@ _TABLE = (
         price=1.20,
         sources=_tpu_sources("v5e"),
         shapes=SQUARES,
+        copy=COPY,
         ring=16,
     ),
     Device(
@@ -308,6 +315,7 @@ _TABLE = (
         price=4.20,
         sources=_tpu_sources("v5p"),
         shapes=CUBES,
+        copy=COPY,
         ring=4,
     ),
     Device(
@@ -323,6 +331,7 @@ _TABLE = (
         price=2.70,
         sources=_tpu_sources("v6e"),
         shapes=SQUARES,
+        copy=COPY,
         ring=16,
     ),
     # A device is half a chip. The halves share the chip's ICI links.
@@ -347,6 +356,7 @@ _TABLE = (
             inside="Google Cloud's page on TPU 7x: six times an ICI link; hop assumed",
         ),
         shapes=CUBES,
+        copy=COPY,
         ring=4,
         inside=Link(6 * 9e10, HOP, "pairs"),
     ),

@@ -17,7 +17,7 @@ VOCAB_SIZE = 151936
 PIECE = "zq"  # in no key or id of an answer: where it stands in a stream is a token
 TOKEN = 1884  # of `PIECE` in make_tokenizer(VOCAB_SIZE)
 RATE = 10_000.0  # tokens per second of `load_paced`, over all requests
-NUM_BLOCKS = 65536
+NUM_BLOCKS, BLOCK_SIZE = 65536, 16
 
 
 class MockRunner:
@@ -67,5 +67,5 @@ def load_paced(config: EngineConfig, progress: Progress) -> LoadedModel:
 
 def _loaded(config: EngineConfig, runner: MockRunner) -> LoadedModel:
     assert config.max_model_len is not None, "the mock has no length of its own"
-    info = ModelInfo(NUM_BLOCKS, VOCAB_SIZE, config.max_model_len, "none", 1)
+    info = ModelInfo(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, config.max_model_len, "none", 1)
     return LoadedModel(runner, info)

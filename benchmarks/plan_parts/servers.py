@@ -71,8 +71,9 @@ def measure(model: str, tp: int, quantization: str) -> Measured:
     )
     executor = start_executor(config, loading.load_model, lambda port: None)
     try:
-        steps = Steps(executor, config.block_size, executor.model.vocab_size)
-        steps.fill(min(executor.model.num_blocks, 2 * MOST_CACHED // config.block_size))
+        loaded = executor.model
+        steps = Steps(executor, loaded.block_size, loaded.vocab_size)
+        steps.fill(min(loaded.num_blocks, 2 * MOST_CACHED // loaded.block_size))
         return Measured(model, tp, quantization, [steps.time(case) for case in cases(longest)])
     finally:
         executor.close()

@@ -111,14 +111,17 @@ def compile_model(
         raise ConfigError(
             f"--tp is {layout.tp}; {topology} has {len(devices)} devices, so it must be that many"
         )
+    mesh = make_mesh(devices, layout.tp, layout.ep)
     buckets = Buckets(
+        *(spec, layout, mesh, dtype),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=block_size,
+        kernels=kernels,
     )
     program = Program(
-        *(spec, layout, make_mesh(devices, layout.tp, layout.ep)),
+        *(spec, layout, mesh),
         dtype=dtype,
         block_size=block_size,
         num_blocks=num_blocks,

@@ -2,10 +2,11 @@
 
 | | every request has one token | other steps |
 | --- | --- | --- |
-| tokens | 8, times powers of 4, up to the slots | 32, times powers of 2, up to the token budget |
-| block tables | as wide as the longest request's, or a power of 8 less, down to 64 groups |
+| tokens | multiples of 8, up to the slots | multiples of 32, up to the token budget |
+| block tables | as wide as the longest request's, and as wide as fits scalar memory |
 
-A step has as many rows (requests, sampled tokens) as tokens, or as slots if these are fewer.
+`plan/sizes.py` chooses few of these multiples, by the predicted seconds of a padded step. A step
+has as many rows (requests, sampled tokens) as tokens, or as slots if these are fewer.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from weft.models.interface import Int32, StepInput
 from weft.models.jax.attention import group_pages
+from weft.models.jax.kernels import TOKEN_UNIT, Choice
+from weft.models.jax.mesh import device_of, slice_of
 from weft.models.jax.model import Batch
-
-MIN_DECODES, DECODES_FACTOR = 8, 4
-MIN_TOKENS, TOKENS_FACTOR = 32, 2
-MIN_GROUPS, GROUPS_FACTOR = 64, 8
+from weft.models.plan.hardware import Slice
+from weft.models.plan.sizes import TABLE_BYTES, step_sizes
+from weft.models.plan.step import anonymous
+from weft.models.spec.layout import Layout
+from weft.models.spec.spec import ModelSpec
 
 
 class Bucket(NamedTuple):
@@ -49,28 +54,48 @@ class Buckets:
     """The shapes of all steps in an engine.
 
     Args:
+        spec: the whole model.
+        layout: its parallel layout.
+        mesh: real or described devices.
+        dtype: compute dtype.
         max_num_seqs: maximum number of requests in a step.
         max_num_batched_tokens: maximum number of tokens in a step.
         max_model_len: maximum number of tokens in a request.
         block_size: tokens in a block.
+        kernels: --kernels; theirs need more tokens on each device.
     """
 
     def __init__(
         self,
+        spec: ModelSpec,
+        layout: Layout,
+        mesh: Mesh,
+        dtype: str,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         block_size: int,
+        kernels: Choice = "auto",
     ) -> None:
         self._block_size = block_size
         self._slots = max_num_seqs
         group = group_pages(block_size)
         widest = -(-max_model_len // (block_size * group))
-        self._pages = [group * n for n in _powers(min(MIN_GROUPS, widest), widest, GROUPS_FACTOR)]
-        max_decodes = min(max_num_seqs, max_num_batched_tokens)
-        self._decodes = _powers(MIN_DECODES, max_decodes, DECODES_FACTOR)
-        self._tokens = _powers(MIN_TOKENS, max_num_batched_tokens, TOKENS_FACTOR)
+        fitting = TABLE_BYTES // (4 * group * max_num_seqs)
+        self._pages = [group * n for n in sorted({widest, max(1, min(widest, fitting))})]
+        device = device_of(mesh.devices.flat[0])
+        self._decodes, self._tokens = step_sizes(
+            *(
+                anonymous(spec),
+                layout,
+                Slice(device, (1, layout.tp)) if device.cpu else slice_of(mesh),
+                dtype,
+            ),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            parts=layout.tp * (TOKEN_UNIT if kernels == "overlapped" else 2),
+        )
 
     def all(self) -> list[Bucket]:
         """List every shape, the largest first, so a lack of memory shows up early."""
@@ -114,14 +139,6 @@ def padded(values: Int32, size: int, fill: int = 0) -> Int32:
     full = np.full(size, fill, np.int32)
     full[: len(values)] = values
     return full
-
-
-def _powers(low: int, high: int, factor: int) -> list[int]:
-    """List `low` times a factor's powers, and the first multiple of `low` to reach `high`."""
-    sizes = [low]
-    while sizes[-1] < high:
-        sizes.append(min(sizes[-1] * factor, -(-high // low) * low))
-    return sizes
 
 
 def _smallest_fitting(sizes: list[int], need: int) -> int:

@@ -11,8 +11,7 @@ This choice is made here, for each step shape, and nowhere else.
 
 | part | kernels support |
 | --- | --- |
-| attention | head sizes that are multiples of 64, blocks of 16, block tables that fit scalar memory
-|
+| attention | heads of multiples of 64, blocks of multiples of 16, tables that fit scalar memory |
 | experts | all |
 | products | steps that shard tokens, a multiple of 32 on each device |
 | exchange | the same, if an expert is on one device, and the hidden size a multiple of 128 |
@@ -35,16 +34,14 @@ from typing import Literal
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
+from weft.models.plan.sizes import BLOCK_UNIT, TABLE_BYTES
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
 Choice = Literal["auto", "overlapped", "plain"]
 
-HEAD_UNIT, BLOCK_UNIT = 64, 16
-"""Attention kernels need multiples of these: elements in a head, and tokens in a block."""
-
-MAX_TABLE_BYTES = 512 << 10
-"""Maximum size of a step's block tables in scalar memory, which has 1 MiB."""
+HEAD_UNIT = 64
+"""Attention kernels need a multiple of this many elements in a head."""
 
 TOKEN_UNIT = 32
 """Product kernels need a multiple of this many tokens per device: 8 for each of four lanes."""
@@ -109,7 +106,7 @@ def choose_kernels(
     return Kernels(
         attention=spec.head_dim % HEAD_UNIT == 0
         and block_size % BLOCK_UNIT == 0
-        and 4 * table_entries <= MAX_TABLE_BYTES,
+        and 4 * table_entries <= TABLE_BYTES,
         experts=True,
         products=rings,
         exchange=rings and layout.ep == layout.tp and spec.hidden_size % ROW_UNIT == 0,

@@ -18,7 +18,7 @@ import jax
 from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.kernels.devices import DEVICES
+from weft.kernels.devices import DEVICES, Device
 from weft.models.plan.hardware import Slice, read_slice
 from weft.models.spec.spec import Axis, WeightSpec
 
@@ -56,6 +56,13 @@ INTERPRETED = "v5e"
 def make_mesh(devices: Sequence[Any], tp: int, ep: int) -> Mesh:
     """Make the mesh [ep, tp / ep] from the first `tp` devices; neighbouring TPUs are linked."""
     return Mesh(create_device_mesh((ep, tp // ep), devices[:tp]), TENSOR)
+
+
+def device_of(device: Any) -> Device:
+    """Return the planner's figures for a jax device: of a TPU, or of a CPU."""
+    if device.platform == "cpu":
+        return DEVICES["cpu"]
+    return DEVICES[KINDS.get(device.device_kind, INTERPRETED)]
 
 
 def slice_of(mesh: Mesh) -> Slice:

@@ -64,10 +64,12 @@ class JaxRunner:
         self._kernels = kernels
         self._compiling = compiling
         self._buckets = Buckets(
+            *(spec, layout, mesh, dtype),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             block_size=block_size,
+            kernels=kernels,
         )
         columns = -(-spec.vocab_size // layout.tp) * layout.tp
         self._settings = Settings(spec.vocab_size, columns, max_num_seqs)

@@ -23,6 +23,7 @@ from weft.models.memory.activations import (
 from weft.models.memory.ledger import Ledger, human_bytes
 from weft.models.memory.plan import MemoryPlan
 from weft.models.plan.hardware import Slice
+from weft.models.plan.sizes import block_size
 from weft.models.plan.step import Precision, anonymous
 from weft.models.plan.switches import Decision
 from weft.models.plan.times import Engine
@@ -35,12 +36,12 @@ BITS = {"none": None, "int8": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """An engine's settings, as in `EngineConfig`."""
+    """An engine's settings, as in `EngineConfig`. A `block_size` of None is decided by sizes.py."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    block_size: int
+    block_size: int | None
     memory_fraction: float
     kv_cache_memory: int | None = None
 
@@ -200,15 +201,20 @@ def _memory(
         available -= sampler_state_bytes(spec, limits.max_num_seqs, layout.tp)
     elif place.device.cpu:
         count = cpu_activations
-    last = Layout(layout.tp, layout.ep, layout.world_size - 1, layout.cp, layout.pp)
+    last = Layout(layout.tp, layout.ep, layout.world_size - 1, layout.cp, layout.pp).local(spec)
+    block = limits.block_size
+    if block is None:
+        seqs, length = limits.max_num_seqs, limits.max_model_len
+        decision = block_size(last, place.device, dtype, max_num_seqs=seqs, max_model_len=length)
+        block = decision.value
     return MemoryPlan(
-        spec=last.local(spec),
+        spec=last,
         dtype=dtype,
         quantization=quantization,
         available=available,
         memory_fraction=limits.memory_fraction,
         kv_cache_memory=limits.kv_cache_memory,
-        block_size=limits.block_size,
+        block_size=block,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,

@@ -221,7 +221,7 @@ def _read_device(path: Path, name: str, table: Any) -> Device:
             shares = _numbers(at, value, SHARES, MIN_SHARE, MAX_SHARE)
             values[key] = replace(old, **shares)
         else:
-            number = _number(at, value, 0 if key in ("launch", "host", "price") else 1)
+            number = _number(at, value, 0 if key in ("launch", "host", "price", "copy") else 1)
             values[key] = int(number) if isinstance(old, int) else number
     known_as = _find(name, DEVICES)
     sources = base.sources | dict.fromkeys(values, str(path))

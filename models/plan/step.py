@@ -13,6 +13,7 @@ The list follows the models' own steps (models/torch/cpu_model.py, models/jax/mo
 | gate + up, down | the MLP | tp > 1: all-reduce |
 | experts | the router, and each token's top_k experts | tp > 1: all-reduce; --ep: more |
 | lm head | [S, hidden] x [hidden, vocabulary] | tp > 1: the largest logits |
+| sampling | jax: searches in the logits | - |
 
 T is the step's tokens, S its requests: only their last tokens get logits. With torch, only these
 pass the last layer's feed-forward.
@@ -53,6 +54,10 @@ Ranks = Literal["tensor", "context", "data", "stage"]
 FLOAT32 = DTYPE_BYTES["float32"]
 TOKEN = 8
 """Bytes for a sampled token, which the last stage sends to the first."""
+SEARCHED = 480
+"""Bytes that sampling on TPUs reads for a logit. It searches bit by bit: for top-k, top-p, and the
+token (models/jax/draw.py). XLA counts 490 for 128 rows, on v5e and v6e.
+"""
 LARGEST = 2 * 8
 """Bytes for the largest logit in a row: its value and its column, as in models/torch/logits.py."""
 
@@ -191,6 +196,9 @@ class RankModel:
             if self.overlapped and self._in_jax:
                 yield Operator("rows", 0, 0, self._exchange("all_reduce", batch.requests))
             yield self._lm_head(batch.requests)
+            if self._in_jax:
+                columns = self._head_weight.shape[0]
+                yield Operator("sampling", 0, batch.requests * columns * SEARCHED)
         if self.layout.pp > 1:
             payload = batch.requests * TOKEN if local.is_last else tokens * hidden
             yield Operator("next stage", 0, 0, (Exchange("send", "stage", 2, payload),))
@@ -264,7 +272,11 @@ class RankModel:
         read = key_bytes * (decode_keys + prefill_read + tokens / cp)
         read += 2 * tokens * heads * local.head_dim * self.precision.item
         exchanges = self._attention_exchanges(tokens, heads)
-        yield Operator("attention", flops, read, exchanges, times=times, vector=True)
+        # On TPUs, a kernel works through the requests in turn: a grid step, and a write to a block.
+        kernels = 1 + batch.requests if self._in_jax else 1
+        yield Operator(
+            *("attention", flops, read, exchanges), times=times, kernels=kernels, vector=True
+        )
         yield self._product("o", tokens, (attention.o.weight,), self._out_of(tokens), times)
 
     def _attention_exchanges(self, tokens: int, heads: int) -> tuple[Exchange, ...]:
@@ -309,10 +321,13 @@ class RankModel:
             vector=self.precision.quantization == "int8",
         )
 
+    @property
+    def _head_weight(self) -> WeightSpec:
+        return self.local.lm_head or self.local.embedding
+
     def _lm_head(self, requests: int) -> Operator:
         local, size = self.local, self.layout.dense_size
-        weight = local.embedding if local.lm_head is None else local.lm_head
-        head = self._product("lm head", requests, (weight,))
+        head = self._product("lm head", requests, (self._head_weight,))
         exchanges: tuple[Exchange, ...] = ()
         if size > 1 and requests:
             payload = size * requests * LARGEST

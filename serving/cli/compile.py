@@ -55,9 +55,11 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
         ConfigError: a setting does not suit the model or the slice, or the model does not fit.
         ModelError: the checkpoint's config.json is missing or not supported.
     """
+    from weft.kernels.devices import DEVICES
     from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.jax import platform
     from weft.models.memory.activations import sampler_state_bytes
+    from weft.models.plan.sizes import block_size
     from weft.models.spec.layout import Layout, check_layout
     from weft.serving.executor.fetch import fetch
     from weft.serving.executor.jax_loading import cache_folder, check_settings, show_compiling
@@ -79,18 +81,24 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     dtype = compute_dtype(config, spec)
     layout = Layout(config.tp_size, config.ep)
     local = layout.local(spec)
-    block_bytes = config.block_size * local.kv_bytes_per_token(dtype)
+    seqs = config.max_num_seqs
+    block = config.block_size or (
+        block_size(
+            local, DEVICES[chip], dtype, max_num_seqs=seqs, max_model_len=max_model_len
+        ).value
+    )
+    block_bytes = block * local.kv_bytes_per_token(dtype)
     try:
-        num_blocks = _ledger(config, spec, dtype, max_model_len, chip, config.tp_size).num_blocks
+        num_blocks = _ledger(config, spec, dtype, block, max_model_len, chip).num_blocks
     except ConfigError:  # the compiler decides, with the smallest cache that can serve
-        num_blocks = -(-max_model_len // config.block_size)
+        num_blocks = -(-max_model_len // block)
     platform.keep_compiled(cache_folder(config))
     try:
         with show_compiling() as compiling:
             programs = aot.compile_model(
                 *(spec, topology, layout),
                 dtype=dtype,
-                block_size=config.block_size,
+                block_size=block,
                 num_blocks=num_blocks,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
@@ -112,12 +120,17 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
         parts = {"memory": memory, "blocks": num_blocks}
         print(json.dumps(parts | {"programs": [asdict(one) for one in programs]}, indent=2))
         return 0
-    _print_report(memory, programs, num_blocks * config.block_size, aot.hbm_bytes(chip))
+    _print_report(memory, programs, num_blocks * block, aot.hbm_bytes(chip))
     return 0
 
 
 def _ledger(
-    config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str, tp: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: str,
+    block_size: int,
+    max_model_len: int,
+    chip: str,
 ) -> Ledger:
     """Calculate a chip's memory use; ConfigError if the chip is too small."""
     from weft.models.jax.aot import hbm_bytes
@@ -125,13 +138,14 @@ def _ledger(
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout
 
+    tp = config.tp_size
     return MemoryPlan(
         spec=Layout(tp, config.ep).local(spec),
         dtype=dtype,
         available=hbm_bytes(chip) - sampler_state_bytes(spec, config.max_num_seqs, tp),
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
-        block_size=config.block_size,
+        block_size=block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,

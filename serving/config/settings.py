@@ -213,7 +213,10 @@ class EngineConfig:
         Help("maximum tokens per request, prompt plus output; else the model's limit", ge=1),
     ] = None
     threads: Annotated[int | None, Help("CPU threads for the model; else all cores", ge=1)] = None
-    block_size: Annotated[int, Help("tokens in a KV cache block on one rank", ge=1)] = 16
+    block_size: Annotated[
+        int | None,
+        Help("tokens in a KV cache block on one rank; else 16, or more on TPUs", ge=1),
+    ] = None
     kv_cache_memory: Annotated[
         int | None,
         Help("KV cache memory for each rank; else all that remains", ge=1, unit="bytes"),
@@ -310,11 +313,6 @@ class EngineConfig:
     def world_size(self) -> int:
         """Ranks per engine. The model is split over them."""
         return self.stage_size * self.pp
-
-    @property
-    def cache_block(self) -> int:
-        """Tokens in a KV cache block. With `cp`, each rank holds `block_size` tokens."""
-        return self.block_size * self.cp
 
     @property
     def attention_groups(self) -> int:

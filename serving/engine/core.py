@@ -322,9 +322,7 @@ def start_executor(
 def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
     """Return the scheduler for one attention group."""
     return Scheduler(
-        BlockManager(
-            model.num_blocks, config.cache_block, config.max_num_seqs, model.max_model_len
-        ),
+        BlockManager(model.num_blocks, model.block_size, config.max_num_seqs, model.max_model_len),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         prefix_caching=config.prefix_caching,
@@ -337,7 +335,7 @@ def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> Engine
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        block_size=config.cache_block,
+        block_size=model.block_size,
         num_blocks=model.num_blocks,
         max_num_seqs=config.attention_groups * config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -261,7 +261,7 @@ class _VllmCollector(Collector):
         if (engine := self._engine()) is not None:
             labels = {
                 "engine": "0",
-                "block_size": str(engine.config.cache_block),
+                "block_size": str(engine.info.block_size),
                 "num_gpu_blocks": str(engine.stats.kv_blocks_total),
                 "enable_prefix_caching": str(engine.config.prefix_caching),
                 "gpu_memory_utilization": str(engine.config.memory_fraction),

@@ -72,9 +72,21 @@ def load_jax_model(
         logger.warning(
             "--kernels overlapped: on CPUs kernels are interpreted; a step takes seconds"
         )
-    ledger = _plan(config, spec, dtype, max_model_len)
     from weft.models.jax.distributed import minimum
+    from weft.models.jax.mesh import device_of
     from weft.models.jax.runner import JaxRunner
+    from weft.models.plan.sizes import block_size
+
+    layout = Layout(config.tp_size, config.ep)
+    block = config.block_size
+    if block is None:
+        seqs, local = config.max_num_seqs, layout.local(spec)
+        decision = block_size(
+            local, device_of(devices[0]), dtype, max_num_seqs=seqs, max_model_len=max_model_len
+        )
+        block = decision.value
+        logger.debug("--block-size is %d: %s", decision.value, decision.reason)
+    ledger = _plan(config, spec, dtype, block, max_model_len)
 
     if context.world_size > 1:
         ledger = ledger.with_blocks(minimum(ledger.num_blocks, RANK_TIMEOUT))
@@ -93,9 +105,9 @@ def load_jax_model(
             path,
             spec,
             devices=devices,
-            layout=Layout(config.tp_size, config.ep),
+            layout=layout,
             dtype=dtype,
-            block_size=config.block_size,
+            block_size=block,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -105,7 +117,14 @@ def load_jax_model(
         )
         runner.allocate_kv_cache(ledger.num_blocks)
         runner.warm_up()
-    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype, spec.hidden_size)
+    info = ModelInfo(
+        num_blocks=ledger.num_blocks,
+        block_size=block,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        hidden_size=spec.hidden_size,
+    )
     return LoadedModel(runner, info)
 
 
@@ -178,7 +197,9 @@ def cache_folder(config: EngineConfig) -> Path:
     return Path.home() / ".cache" / "weft" / "jax"
 
 
-def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int) -> Ledger:
+def _plan(
+    config: EngineConfig, spec: ModelSpec, dtype: str, block_size: int, max_model_len: int
+) -> Ledger:
     """Compute the memory ledger for each device of this process."""
     import jax
 
@@ -200,7 +221,7 @@ def _plan(config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int)
         available=free - sampler_state_bytes(spec, config.max_num_seqs, config.tp_size),
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
-        block_size=config.block_size,
+        block_size=block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,

@@ -63,10 +63,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         num_blocks: number of KV cache blocks for each attention group.
+        block_size: tokens in a block; with `cp`, all ranks' parts together.
         dtype: compute type.
     """
 
     num_blocks: int
+    block_size: int
     vocab_size: int
     max_model_len: int
     dtype: str
@@ -209,7 +211,7 @@ def load_model(
         path,
         spec,
         dtype=dtype,
-        block_size=config.block_size,
+        block_size=plan.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -237,7 +239,14 @@ def load_model(
         logger.info("warming up: a short prompt")
         runner = SlowRunner(runner)
     runner.warm_up()
-    info = ModelInfo(ledger.num_blocks, spec.vocab_size, max_model_len, dtype, spec.hidden_size)
+    info = ModelInfo(
+        num_blocks=ledger.num_blocks,
+        block_size=plan.cache_block,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        hidden_size=spec.hidden_size,
+    )
     return LoadedModel(runner, info)
 
 
@@ -280,6 +289,7 @@ def plan_memory(
     """
     from weft.models.memory.activations import cpu_activations, triton_activations
     from weft.models.memory.plan import MemoryPlan
+    from weft.models.plan.sizes import BLOCK_UNIT
 
     return MemoryPlan(
         spec=layout.local(spec),
@@ -288,7 +298,7 @@ def plan_memory(
         available=free,
         memory_fraction=config.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
-        block_size=config.block_size,
+        block_size=config.block_size or BLOCK_UNIT,
         cp=config.cp,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

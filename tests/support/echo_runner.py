@@ -16,6 +16,7 @@ import numpy as np
 from support.mock_runner import HIDDEN_SIZE, MockRunner
 from support.tokenizers import write_byte_level
 from weft.models.interface import FINITE
+from weft.models.plan.sizes import BLOCK_UNIT
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.tokenizer import Tokenizer
 from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress
@@ -91,10 +92,12 @@ def load(config: EngineConfig, progress: Progress) -> LoadedModel:
     progress(1, 1)
     tokenizer = Tokenizer.load(config.model)
     start, end = (tokenizer.backend.token_to_id(mark) for mark in (START, END))
-    runner = EchoRunner(config.block_size, start=start, end=end)
+    block_size = config.block_size or BLOCK_UNIT
+    runner = EchoRunner(block_size, start=start, end=end)
     runner.allocate_kv_cache(NUM_BLOCKS)
     info = ModelInfo(
         num_blocks=NUM_BLOCKS,
+        block_size=block_size,
         vocab_size=tokenizer.vocab_size,
         max_model_len=config.max_model_len or 4096,
         dtype="int64",

@@ -100,7 +100,7 @@ def load(config: EngineConfig, progress: Progress, context: RankContext) -> Load
     """Load at once, or refuse with the fault "refuses in 0"."""
     if config.model == f"{context.rank} refuses in 0":
         raise ConfigError("--model is not to my liking")
-    return LoadedModel(RankRunner(config, context), ModelInfo(8, 1000, 64, "none", 1))
+    return LoadedModel(RankRunner(config, context), ModelInfo(8, 16, 1000, 64, "none", 1))
 
 
 def load_and_die(config: EngineConfig, progress: Progress, context: RankContext) -> LoadedModel:
@@ -134,7 +134,7 @@ def load_and_babble(config: EngineConfig, progress: Progress, context: RankConte
     """Let rank 1 report invalid model properties."""
     loaded = load(config, progress, context)
     if context.rank == 1:
-        return LoadedModel(loaded.runner, ModelInfo("many", 1000, 64, "none", 1))  # type: ignore[arg-type]
+        return LoadedModel(loaded.runner, ModelInfo("many", 16, 1000, 64, "none", 1))  # type: ignore[arg-type]
     return loaded
 
 

@@ -26,6 +26,7 @@ from weft.models.interface import (
     StepInput,
     StepOutput,
 )
+from weft.models.plan.sizes import BLOCK_UNIT
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.loading import LoadedModel, ModelInfo, Progress
 
@@ -197,13 +198,14 @@ class MockRunner:
 def load(config: EngineConfig, progress: Progress) -> LoadedModel:
     """Stands in for `load_model`: 4096 blocks, or `kv_cache_memory` bytes."""
     progress(1, 1)
-    runner = MockRunner(config.block_size)
+    runner = MockRunner(config.block_size or BLOCK_UNIT)
     num_blocks = 4096
     if config.kv_cache_memory is not None:
         num_blocks = config.kv_cache_memory // runner.bytes_per_block
     runner.allocate_kv_cache(num_blocks)
     info = ModelInfo(
         num_blocks=num_blocks,
+        block_size=runner.block_size,
         vocab_size=VOCAB_SIZE,
         max_model_len=config.max_model_len or 512,
         dtype="int64",

@@ -199,10 +199,11 @@ def helm(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
         f"  max_model_len: {limits.max_model_len}",
         f"  max_num_seqs: {limits.max_num_seqs}",
         f"  max_num_batched_tokens: {limits.max_num_batched_tokens}",
-        f"  block_size: {limits.block_size}",
         f"  memory_fraction: {limits.memory_fraction}",
         f"  dtype: {asked.dtype}",
     ]
+    if limits.block_size is not None:
+        lines.append(f"  block_size: {limits.block_size}")
     if choice.quantization != "none":
         lines.append(f"  quantization: {choice.quantization}")
     return "\n".join(lines)

@@ -5,9 +5,13 @@ They are the decisions of models/jax and models/torch when they serve.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from weft.errors import ConfigError
 from weft.models.plan.choices import Limits, fewest_ranks
 from weft.models.plan.hardware import Slice
+from weft.models.plan.sizes import PADDING, block_size, step_sizes
+from weft.models.plan.step import anonymous
 from weft.models.plan.switches import Torus
 from weft.models.spec.layout import Layout, check_layout
 from weft.models.spec.spec import ModelSpec
@@ -38,6 +42,7 @@ def decisions(spec: ModelSpec, place: Slice, tp: int | None, dtype: str, limits:
     most = limits.max_num_batched_tokens
     if place.device.shapes:
         lines = _torus(Torus(place, local, devices, dtype), most)
+        lines += _sizes(spec, place, Layout(devices), dtype, limits)
     elif not place.device.cpu and 1 < devices <= place.shape[1]:
         lines = [_gpus(local, place, devices, dtype, most)]
     else:
@@ -62,6 +67,29 @@ def _torus(torus: Torus, most: int) -> list[str]:
             what = "weights travel" if gathers.value else "tokens travel"
             lines.append(f"{tokens}: {what}: {gathers.reason}")
     return lines
+
+
+def _sizes(
+    spec: ModelSpec, place: Slice, layout: Layout, dtype: str, limits: Limits
+) -> Iterator[str]:
+    seqs, length = limits.max_num_seqs, limits.max_model_len
+    local = layout.local(spec)
+    block = block_size(local, place.device, dtype, max_num_seqs=seqs, max_model_len=length)
+    yield f"without --block-size, it is {block.value}: {block.reason}"
+    decodes, others = step_sizes(
+        *(anonymous(spec), layout, place, dtype),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        parts=2 * layout.tp,
+    )
+    yield (
+        f"steps with one token for each request are padded to {_listed(decodes)} tokens, others to "
+        f"{_listed(others)}: padding adds at most {PADDING:.0%} to a step's seconds"
+    )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _gpus(local: ModelSpec, place: Slice, devices: int, dtype: str, most: int) -> str:

@@ -18,6 +18,7 @@ QUICK = {
     "all_gather_matmul x=2": "on_wait",
     "matmul_reduce_scatter x=2": "eager",
     "ragged_paged_attention x=1 window": "on_wait",
+    "ragged_paged_attention x=1 pages of 1024": "on_wait",
     "distributed_decode_attention x=2": "on_wait",
     "write_pages x=1": "on_wait",
     "grouped_gate_up x=2": "eager",

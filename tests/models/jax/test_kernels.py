@@ -12,8 +12,9 @@ from support.steps import Driver
 from support.switches import shard_tokens
 
 from weft.models.checkpoint.locate import locate, read_spec
-from weft.models.jax.kernels import MAX_TABLE_BYTES, Kernels, choose_kernels
+from weft.models.jax.kernels import Kernels, choose_kernels
 from weft.models.jax.runner import JaxRunner
+from weft.models.plan.sizes import TABLE_BYTES
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
@@ -60,8 +61,8 @@ def test_the_rule_for_models_and_long_tables(spec: ModelSpec) -> None:
 
     assert chosen(replace(spec, head_dim=80)) == replace(ALL, attention=False)
     assert chosen(replace(spec, hidden_size=192)) == replace(ALL, exchange=False)
-    assert chosen(spec, MAX_TABLE_BYTES // 4) == ALL
-    assert chosen(spec, MAX_TABLE_BYTES // 4 + 1) == replace(ALL, attention=False)
+    assert chosen(spec, TABLE_BYTES // 4) == ALL
+    assert chosen(spec, TABLE_BYTES // 4 + 1) == replace(ALL, attention=False)
 
 
 @pytest.mark.slow

@@ -166,6 +166,7 @@ def _run(
     spec, layout = read_spec(path), Layout(tp, ep)
     mesh = make_mesh(jax.devices(), tp, ep)
     buckets = Buckets(
+        *(spec, layout, mesh, "float32"),
         max_num_seqs=tokens,
         max_num_batched_tokens=tokens,
         max_model_len=128,

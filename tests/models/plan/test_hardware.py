@@ -41,8 +41,7 @@ def test_each_figure_has_a_source_and_is_possible(device: Device) -> None:
     figures = {each.name for each in fields(Device)} - {
         *("name", "sources", "shapes", "ring", "like", "overlaps", "vector", "cpu"),
     }
-    if device.inside is None:
-        figures.remove("inside")
+    figures -= {name for name in ("inside", "copy") if not getattr(device, name)}
     assert device.sources.keys() == figures
     assert all(device.sources.values())
     assert tuple(device.flops) == DTYPES

@@ -60,27 +60,29 @@ def test_the_smallest_slice_that_fits_is_named(
     told = compile._slice_that_fits(CONFIG, spec, "bfloat16", 2048, "v5e")
     assert told == f"it would fit on {says}"
     tp = int(says.rpartition(" ")[2])
-    assert compile._ledger(CONFIG, spec, "bfloat16", 2048, "v5e", tp).tokens >= 2048
+    config = replace(CONFIG, tp=tp)
+    assert compile._ledger(config, spec, "bfloat16", 16, 2048, "v5e").tokens >= 2048
     if tp > 1:
+        config = replace(CONFIG, tp=tp // 2)
         with pytest.raises(ConfigError):
-            compile._ledger(CONFIG, spec, "bfloat16", 2048, "v5e", tp // 2)
+            compile._ledger(config, spec, "bfloat16", 16, 2048, "v5e")
 
 
 def test_the_planner_divides_a_chip_as_the_compiler_does(tmp_path: Path) -> None:
     """The sampler's state has its memory in both."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     spec = read_spec(tmp_path)
-    config = replace(CONFIG, max_num_seqs=4096, max_num_batched_tokens=4096)
+    config = replace(CONFIG, tp=4, max_num_seqs=4096, max_num_batched_tokens=4096)
     limits = Limits(
         max_model_len=8192,
         max_num_seqs=4096,
         max_num_batched_tokens=4096,
-        block_size=config.block_size,
+        block_size=64,
         memory_fraction=config.memory_fraction,
     )
     found = choices(spec, read_slice("v5e:2x2"), limits, dtype="bfloat16")
     (four,) = (choice for choice in found if choice.layout.tp == 4)
-    assert four.ledger == compile._ledger(config, spec, "bfloat16", 8192, "v5e", 4)
+    assert four.ledger == compile._ledger(config, spec, "bfloat16", 64, 8192, "v5e")
     assert four.ledger.tokens < 4096 * 8192
 
 

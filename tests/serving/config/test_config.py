@@ -93,7 +93,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert found["port"] == (3, "--port")
     assert found["max_queue"] == (2, "WEFT_MAX_QUEUE")
     assert found["max_num_seqs"] == (1, f"max_num_seqs in {file}")
-    assert found["block_size"] == (16, "default")
+    assert found["block_size"] == (None, "default")
     assert settings.build(ServerConfig).port == 3
     assert settings.build(EngineConfig).max_queue == 2
 

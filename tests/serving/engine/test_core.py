@@ -171,7 +171,7 @@ class HeldUp(MockRunner):
 
 def load_held_up(config: EngineConfig, progress: Progress) -> LoadedModel:
     loaded = load(config, progress)
-    runner = HeldUp(config.block_size)
+    runner = HeldUp(loaded.info.block_size)
     runner.allocate_kv_cache(loaded.info.num_blocks)
     return replace(loaded, runner=runner)
 

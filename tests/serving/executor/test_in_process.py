@@ -68,7 +68,7 @@ def start(kind: type[Runner] = Runner) -> tuple[InProcessExecutor, Runner]:
 
     def load() -> LoadedModel:
         runners.append(kind())
-        return LoadedModel(runners[0], ModelInfo(1, 1, 1, "none", 1))
+        return LoadedModel(runners[0], ModelInfo(1, 16, 1, 1, "none", 1))
 
     return InProcessExecutor(load), runners[0]
 

@@ -293,6 +293,14 @@ def test_why_tells_the_decisions_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
         "  32: tokens are sharded: told so",
         "  32: weights travel: told so",
     ]
+    assert (
+        "  without --block-size, it is 64: a copy starts in 32 ns, while v5e reads 51.2 t" in text
+    )
+    assert re.search(
+        r"  steps with one token for each request are padded to [\d, ]+, 128 tokens, others to "
+        r"[\d, ]+, 2048: padding adds at most 50% to a step's seconds\n",
+        text,
+    )
     assert "  32: tokens are replicated: all layers' products and exchanges take" in text
     assert re.search(
         r"up to (\d+) tokens, products send their sums; up to \1, an all-reduce follows them; with "

@@ -172,7 +172,7 @@ def test_a_peer_that_does_not_read_is_reported_and_its_queue_is_bounded() -> Non
         node = RemoteNode(
             joined, config, part, range(1), 1, rendezvous_host="127.0.0.1", patience=600.0
         )
-        agent.send(RankMessage(0, encoder.encode(Loaded(ModelInfo(8, 1000, 64, "none", 1)))))
+        agent.send(RankMessage(0, encoder.encode(Loaded(ModelInfo(8, 16, 1000, 64, "none", 1)))))
         executor = RankExecutor(config, [node])
         for step in range(4000):  # the executor itself would stop far earlier; see `has_room`
             node.put(step, bytes(16_000))

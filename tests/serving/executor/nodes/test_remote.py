@@ -76,7 +76,7 @@ def test_a_nodes_last_message_is_reported_instead_of_its_loss(word: object, why:
 
 def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
     with remote_node() as (node, agent):
-        info = ModelInfo(8, 1000, 64, "none", 1)
+        info = ModelInfo(8, 16, 1000, 64, "none", 1)
         agent.send(RankMessage(0, encoder.encode(Loaded(info))))
         executor = RankExecutor(EngineConfig(), [node])
         assert executor.model == info
