@@ -294,7 +294,7 @@ def test_why_tells_the_decisions_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
         "  32: weights travel: told so",
     ]
     assert (
-        "  without --block-size, it is 64: a copy starts in 32 ns, while v5e reads 51.2 t" in text
+        "  without --block-size, it is 128: a copy starts in 32 ns, while v5e reads 102 t" in text
     )
     assert re.search(
         r"  steps with one token for each request are padded to [\d, ]+, 128 tokens, others to "
