@@ -198,7 +198,10 @@ _SIGNATURES = {
         *(c_void_p, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p), c_void_p),
     ),
     "weft_argmax": (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p),
-    "weft_draw": (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p),
+    "weft_draw": (
+        *(c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64),
+        *(c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
     "weft_weigh": (c_void_p, c_int64, c_void_p),
 }
 

@@ -9,7 +9,8 @@ Both are bound by passing over a vocabulary:
   a tensor either. That excludes torch's exp2, which computes the last numbers in each thread's part
   differently.
 - `draw` draws tokens from rows in place, in float32 or bfloat16: csrc/draw.cpp. With torch's
-  operators, 64 rows with top-p take 20 times longer.
+  operators, 64 rows with top-p take 20 times longer. Each thread copies a row that is edited or
+  masked, one at a time.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ DRAW = np.dtype(
         ("top_k", np.int64),
         ("tail", np.int64),
         ("u", np.int64),
+        ("first_edit", np.int64),
+        ("last_edit", np.int64),
+        ("mask", np.int64),
     ]
 )
 """How one row's token is drawn; csrc/weft.h."""
@@ -91,19 +95,31 @@ def draws(x: Tensor) -> bool:
     return _passes(x) and x.stride(-1) == 1
 
 
-def draw(x: Tensor, how: npt.NDArray[np.void]) -> Tensor:
-    """Draw tokens as models/torch/draw.py does; call it only if `draws` is true.
+def draw(
+    x: Tensor,
+    how: npt.NDArray[np.void],
+    edits: tuple[Tensor, Tensor] | None = None,
+    masks: Tensor | None = None,
+) -> Tensor:
+    """Choose tokens as models/torch/draw.py does; call it only if `draws` is true.
 
     Args:
         x: [R, N], N > 0; the drawn rows are finite or -inf.
-        how: DRAW [D], contiguous.
+        how: DRAW [D], contiguous. A temperature of 0 takes the first of the largest numbers.
+        edits: columns int64 [E] and numbers float32 [E] that take the place of x's. A row has those
+            from `first_edit` to before `last_edit`.
+        masks: int32 [M, ceil(N / 32)]; numbers without a bit are -inf in rows with this `mask`.
 
     Returns:
         int64 [D].
     """
     tokens = torch.empty(len(how), dtype=torch.int64)
+    columns, numbers = (None, None) if edits is None else (each.contiguous() for each in edits)
+    masks = None if masks is None else masks.contiguous()
     native.kernels().weft_draw(
         *(x.data_ptr(), x.dtype == torch.float32, x.stride(0), x.shape[1]),
-        *(how.ctypes.data, len(how), tokens.data_ptr()),
+        *(how.ctypes.data, len(how)),
+        *(None if each is None else each.data_ptr() for each in (columns, numbers, masks)),
+        tokens.data_ptr(),
     )
     return tokens

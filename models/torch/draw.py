@@ -33,6 +33,7 @@ from torch.nn.functional import pad
 from weft.kernels.cpu import sampling
 from weft.kernels.cpu.sampling import BITS, DRAW, weigh
 from weft.models.interface import SlotSampling
+from weft.models.torch.edits import Edits
 from weft.models.torch.logits import Logits
 
 MIN_CANDIDATES, MAX_CANDIDATES = 32, 1024
@@ -147,14 +148,24 @@ def draws_in_place(logits: Logits) -> bool:
 
 
 def draw_in_place(
-    logits: Logits, rows: Sequence[int], settings: Sequence[SlotSampling], u: Tensor
+    logits: Logits,
+    rows: Sequence[int],
+    settings: Sequence[SlotSampling],
+    u: Tensor,
+    *,
+    edits: Edits | None = None,
+    masks: Tensor | None = None,
+    mask_of: Sequence[int] = (),
 ) -> Tensor:
-    """Draw one token from each of some rows, as `draw` does.
+    """Choose one token from each of some rows, as `draw` does; the logits stay as they are.
 
     Args:
         logits: [S, V]; `draws_in_place` is true.
         rows: D of the rows, whose logits are finite or -inf.
-        settings, u: as for `draw`, one entry per drawn row.
+        settings, u: as for `draw`, one entry per row; a temperature of 0 takes the largest logit.
+        edits: to these D rows, before the draw.
+        masks: int32 [R, ceil(V / 32)]; see `StepInput.token_mask`. Masks come after edits.
+        mask_of: for each of D rows, its mask, or -1.
 
     Returns:
         int64 [D].
@@ -162,9 +173,22 @@ def draw_in_place(
     of = _Rows.of(logits, settings, u)
     how = np.zeros(len(rows), DRAW)
     how["row"] = rows
-    for name in ("temperature", "min_log_weight", "top_k", "tail", "u"):
+    for name in ("min_log_weight", "top_k", "tail", "u"):
         how[name] = getattr(of, name).numpy()
-    return sampling.draw(logits.local, how)
+    greedy = np.array([s.temperature == 0.0 for s in settings])
+    how["temperature"] = np.where(greedy, 0.0, of.temperature.numpy())
+    how["mask"] = mask_of or -1
+    changes = None
+    if edits is not None and len(edits.rows):
+        width = logits.shape[1]
+        places, at = torch.unique(edits.rows * width + edits.columns, return_inverse=True)
+        row, column = places // width, places % width
+        values = logits.local[torch.tensor(rows)[row], column].float()
+        edits.apply(values, at)
+        ends = np.searchsorted(row.numpy(), np.arange(len(rows)), side="right")
+        how["last_edit"], how["first_edit"] = ends, np.concatenate(([0], ends[:-1]))
+        changes = column, values
+    return sampling.draw(logits.local, how, changes, masks)
 
 
 def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:

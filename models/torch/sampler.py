@@ -8,8 +8,8 @@ whatever else is in the batch.
 
 The tokens that penalties look at are stored here, on the device, because the next step is
 dispatched before the host has seen the newest token. Penalties only touch the logits of those
-tokens; nothing except the logits is as wide as a vocabulary. A batch of greedy rows is one max. If
-ranks share the vocabulary, each changes its own logits, and all sample the same tokens.
+tokens (edits.py); nothing except the logits is as wide as a vocabulary. A batch of greedy rows is
+one max. If ranks share the vocabulary, each changes its own logits, and all sample the same tokens.
 
 Not handled: beam search.
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 from weft.models.interface import FINITE, NOT_FINITE, Logprobs, SlotSampling
 from weft.models.memory.activations import CHUNK_LOGITS
 from weft.models.torch.draw import draw, draw_in_place, draws_in_place, uniform
+from weft.models.torch.edits import Edits, find_edits
 from weft.models.torch.logits import Logits
 
 
@@ -131,15 +132,19 @@ class Sampler:
 
         masked = {} if masks is None else {row: i for i, row in enumerate(masks.rows)}
         random = [i for i, s in enumerate(settings) if s.temperature > 0.0]
-        changed = {i for i, s in enumerate(settings) if i in masked or _changes_logits(s, index[i])}
-        special = sorted(changed.union(random))
-        if draws_in_place(logits):  # logits that nothing changes need no copy
-            changed.update((~finite).nonzero().flatten().tolist())
-            if rows := [i for i in random if i not in changed]:
-                chosen = [settings[i] for i in rows]
-                u = uniform([s.seed for s in chosen], [index[i] for i in rows])
-                token_ids[rows] = draw_in_place(logits, rows, chosen, u)
-            special = [i for i in special if i in changed]
+        changed = [i for i, s in enumerate(settings) if i in masked or _changes_logits(s, index[i])]
+        special = sorted({*changed, *random})
+        if draws_in_place(logits):  # no copy of the logits
+            is_finite = finite.tolist()
+            if rows := [i for i in special if is_finite[i]]:
+                chosen, at = [settings[i] for i in rows], [index[i] for i in rows]
+                token_ids[rows] = draw_in_place(
+                    *(logits, rows, chosen, uniform([s.seed for s in chosen], at)),
+                    edits=self._edits(logits.own, chosen, at),
+                    masks=None if masks is None else masks.bits,
+                    mask_of=[masked.get(row, -1) for row in rows],
+                )
+            special = [i for i in special if not is_finite[i]]
         step = max(1, CHUNK_LOGITS[logits.local.device.type] // logits.each)
         for start in range(0, len(special), step):
             rows = special[start : start + step]
@@ -168,12 +173,8 @@ class Sampler:
         masks: Masks | None,
     ) -> Tensor:
         """Choose tokens: float32 [R, V], overwritten -> int64 [R]."""
-        self._penalise(logits, settings, index)
-        _add_bias(logits, settings)
-        for i, s in enumerate(settings):
-            if index[i] < s.min_tokens:
-                ends = [token for token in self._end_tokens[s.slot] if token in logits.own]
-                logits.local[i, [token - logits.own.start for token in ends]] = -torch.inf
+        edits = self._edits(logits.own, settings, index)
+        edits.apply(logits.local.view(-1), edits.rows * len(logits.own) + edits.columns)
         if masks is not None:
             masks.apply(logits)
         token_ids = torch.empty(len(settings), dtype=torch.int64, device=self._device)
@@ -187,44 +188,8 @@ class Sampler:
             token_ids[random] = draw(logits.float_rows(random), chosen, u.to(self._device))
         return token_ids
 
-    def _penalise(
-        self, logits: Logits, settings: Sequence[SlotSampling], index: Sequence[int]
-    ) -> None:
-        """Apply the penalties in place, only to tokens in the rows' histories."""
-        rows = [i for i, s in enumerate(settings) if s.needs_history]
-        if not rows:
-            return
-        prompt_len = [self._prompt_len[settings[i].slot] for i in rows]
-        length = [n + index[i] for n, i in zip(prompt_len, rows, strict=True)]
-        # One entry per (row, token in its history): flat vectors over all histories.
-        entry = torch.repeat_interleave(torch.tensor(length))
-        start = torch.tensor([0, *length]).cumsum(0)[:-1]
-        column = torch.arange(len(entry)) - start[entry]
-        is_output = (column >= torch.tensor(prompt_len)[entry]).to(self._device)
-        slot = torch.tensor([settings[i].slot for i in rows])[entry]
-        token = self._history[slot.to(self._device), column.to(self._device)]
-        row = torch.tensor(rows)[entry].to(self._device)
-        if logits.group.size > 1:  # otherwise all tokens are on this rank
-            here = (token >= logits.own.start) & (token < logits.own.stop)
-            entry, is_output = entry[here.to(entry.device)], is_output[here]
-            token, row = token[here] - logits.own.start, row[here]
-        penalties = torch.tensor(
-            [
-                (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
-                for s in (settings[i] for i in rows)
-            ]
-        )
-        penalties[:, 0].clamp_(min=torch.finfo(torch.float32).tiny)  # avoids -inf x 0
-        repetition, presence, frequency = penalties[entry].to(self._device).unbind(-1)
-        logit = logits.local[row, token]
-        repeated = torch.where(logit > 0, logit / repetition, logit * repetition)
-        repeated.clamp_(max=torch.finfo(torch.float32).max)
-        # A token that occurs twice is written twice with the same value. Outputs come last, so
-        # their values win. Only the frequency penalty counts occurrences.
-        logits.local[row, token] = repeated
-        row, token = row[is_output], token[is_output]
-        logits.local[row, token] = repeated[is_output] - presence[is_output]
-        logits.local.index_put_((row, token), -frequency[is_output], accumulate=True)
+    def _edits(self, own: range, settings: Sequence[SlotSampling], index: Sequence[int]) -> Edits:
+        return find_edits(own, settings, index, self._history, self._prompt_len, self._end_tokens)
 
     def _remember(
         self, token_ids: Tensor, settings: Sequence[SlotSampling], index: Sequence[int]
@@ -252,18 +217,6 @@ def _changes_logits(settings: SlotSampling, index: int) -> bool:
         or settings.logit_bias
         or (index < settings.min_tokens and settings.end_token_ids)
     )
-
-
-def _add_bias(logits: Logits, settings: Sequence[SlotSampling]) -> None:
-    entries = [
-        (i, token - logits.own.start, bias)
-        for i, s in enumerate(settings)
-        for token, bias in s.logit_bias.items()
-        if token in logits.own
-    ]
-    if entries:
-        rows, columns, biases = zip(*entries, strict=True)
-        logits.local[list(rows), list(columns)] += torch.tensor(biases, device=logits.local.device)
 
 
 def _sampled_logprobs(

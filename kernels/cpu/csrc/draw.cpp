@@ -15,6 +15,7 @@
 // Weights are whole numbers, so their sums are exact in any order; see weigh.cpp.
 #include <functional>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "vector.h"
@@ -258,24 +259,72 @@ class Row {
   bool stored_ = false;
 };
 
+// A row's edits and mask, applied to a copy.
+struct Changes {
+  const int64_t* columns;
+  const float* numbers;
+  const int32_t* masks;
+
+  template <typename Number>
+  void copy(const Number* logits, int64_t n, const Draw& draw, std::vector<float>& row) const {
+    row.resize(n);
+    const int64_t words = (n + 31) / 32;
+    const int32_t* mask = draw.mask < 0 ? nullptr : masks + draw.mask * words;
+    const __m512 impossible = _mm512_set1_ps(-INFINITE);
+    for (int64_t i = 0; i < n; i += 16) {
+      const __mmask16 lanes = first_lanes(n - i);
+      __m512 x = load_any(logits + i, lanes);
+      if (mask) {
+        const auto allowed = static_cast<uint32_t>(mask[i / 32]) >> (i % 32);
+        x = _mm512_mask_mov_ps(impossible, static_cast<__mmask16>(allowed), x);
+      }
+      _mm512_mask_storeu_ps(row.data() + i, lanes, x);
+    }
+    for (int64_t e = draw.first_edit; e < draw.last_edit; ++e) {
+      const int64_t i = columns[e];
+      if (!mask || (static_cast<uint32_t>(mask[i / 32]) >> (i % 32) & 1)) row[i] = numbers[e];
+    }
+  }
+};
+
+template <typename Number>
+int64_t choose(const Number* row, int64_t n, const Draw& draw, Scratch& scratch) {
+  if (draw.temperature > 0.f) return Row<Number>(row, n, draw, scratch).token();
+  float largest;
+  int64_t token;
+  weft_argmax(row, std::is_same_v<Number, float>, 1, n, &largest, &token);
+  return token;
+}
+
 template <typename Number>
 void draw_rows(const Number* logits, int64_t stride, int64_t n, const Draw* draws, int64_t count,
-               int64_t* tokens) {
+               const Changes& changes, int64_t* tokens) {
 #pragma omp parallel if (count > 1)
   {
     Scratch scratch;
+    std::vector<float> changed;
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < count; ++i)
-      tokens[i] = Row<Number>(logits + draws[i].row * stride, n, draws[i], scratch).token();
+    for (int64_t i = 0; i < count; ++i) {
+      const Draw& draw = draws[i];
+      const Number* row = logits + draw.row * stride;
+      if (draw.first_edit == draw.last_edit && draw.mask < 0) {
+        tokens[i] = choose(row, n, draw, scratch);
+      } else {
+        changes.copy(row, n, draw, changed);
+        tokens[i] = choose(changed.data(), n, draw, scratch);
+      }
+    }
   }
 }
 
 }  // namespace
 
 void weft_draw(const void* logits, int32_t is_float, int64_t stride, int64_t n, const Draw* draws,
-               int64_t count, int64_t* tokens) {
+               int64_t count, const int64_t* columns, const float* numbers, const int32_t* masks,
+               int64_t* tokens) {
+  const Changes changes{columns, numbers, masks};
   if (is_float)
-    draw_rows(static_cast<const float*>(logits), stride, n, draws, count, tokens);
+    draw_rows(static_cast<const float*>(logits), stride, n, draws, count, changes, tokens);
   else
-    draw_rows(static_cast<const bf16*>(logits), stride, n, draws, count, tokens);
+    draw_rows(static_cast<const bf16*>(logits), stride, n, draws, count, changes, tokens);
 }

@@ -172,15 +172,20 @@ void weft_argmax(const void* x, int32_t is_float, int64_t rows, int64_t n, float
 // How a row's token is drawn; see models/torch/draw.py. Fractions are in units of 2^-48.
 struct Draw {
   int64_t row;           // of the logits
-  float temperature;     // at which one logit less halves a weight
+  float temperature;     // at which one logit less halves a weight; 0: the largest logit
   float min_log_weight;  // log2 of the smallest weight that is kept
   int64_t top_k;         // n keeps all
   int64_t tail;          // the fraction that top-p cuts off
   int64_t u;             // the uniform number
+  int64_t first_edit;    // edits of the row: from here
+  int64_t last_edit;     // to before here
+  int64_t mask;          // or -1
 };
-// logits [*, n], float32 or bfloat16, rows at this stride -> a token for each draw.
+// logits [*, n], float32 or bfloat16, rows at this stride -> a token for each draw. An edit puts a
+// number in a column. A mask [ceil(n / 32)] has a bit for each column that stays.
 void weft_draw(const void* logits, int32_t is_float, int64_t stride, int64_t n, const Draw* draws,
-               int64_t count, int64_t* tokens);
+               int64_t count, const int64_t* columns, const float* numbers, const int32_t* masks,
+               int64_t* tokens);
 
 // halvings [n], 0 at most -> floor(2^(40 + halvings)).
 void weft_weigh(const float* halvings, int64_t n, int64_t* weights);

@@ -227,7 +227,8 @@ def penalised(logits: Tensor, **penalties: Any) -> Tensor:
     )
     sampler.set_slots((slot,))
     out = logits.clone()
-    sampler._penalise(Logits.whole(out), [slot], [len(OUTPUT)])
+    edits = sampler._edits(range(logits.shape[1]), [slot], [len(OUTPUT)])
+    edits.apply(out.view(-1), edits.columns)
     return out
 
 
@@ -488,10 +489,10 @@ def test_compiled_kernels_draw_the_tokens_of_torchs_operators(
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_rows_that_nothing_changes_are_drawn_without_a_copy(
+def test_compiled_kernels_copy_no_row_that_is_finite(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside rows with a penalty, a mask, a bias, or NaN, which are copied."""
+    """Rows with NaN are copied; without compiled kernels, also those with changes or at random."""
     torch.manual_seed(0)
     logits = torch.randn(6, 300).bfloat16()
     logits[5, 7] = torch.nan
@@ -514,8 +515,65 @@ def test_rows_that_nothing_changes_are_drawn_without_a_copy(
     monkeypatch.setattr(Sampler, "_choose", noting)
     with compiled_kernels(compiled):
         sampled = run(logits, slots, masks=masks)
-    assert copied == [4 if compiled else 5]
+    assert copied == [1 if compiled else 5]
     assert sampled.token_ids[2:5].tolist() == [int(logits[2].argmax()), 4, 9]
     assert sampled.status.tolist() == [FINITE] * 5 + [NOT_FINITE]
     alone = run(logits[:1].float(), slots[:1])
     assert sampled.token_ids[0] == alone.token_ids[0]
+
+
+TOKENS = st.lists(st.integers(0, 39), max_size=12)
+
+
+@st.composite
+def changed_slots(draw: st.DrawFn) -> list[SlotSampling]:
+    """Requests with penalties, biases and end tokens; some prompts and outputs share tokens."""
+    return [
+        SlotSampling(
+            i,
+            temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 3.0])),
+            top_k=draw(TOP_K),
+            top_p=draw(TOP_P),
+            seed=i,
+            repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.7])),
+            presence_penalty=draw(st.sampled_from([0.0, 0.5, -2.0])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.25, -1.0])),
+            logit_bias=draw(st.dictionaries(st.integers(0, 39), st.sampled_from([-100, 0.5, 9]))),
+            min_tokens=draw(st.sampled_from([0, 20])),
+            end_token_ids=tuple(draw(TOKENS)),
+            prompt_token_ids=tuple(draw(TOKENS)),
+            output_token_ids=tuple(draw(TOKENS)),
+        )
+        for i in range(draw(st.integers(1, 5)))
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    slots=changed_slots(),
+    masked=st.dictionaries(st.integers(0, 4), st.lists(st.integers(0, 39), min_size=1), max_size=3),
+    columns=st.sampled_from([40, 64, 65, 1000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+)
+def test_compiled_kernels_change_logits_as_torchs_operators(
+    slots: list[SlotSampling],
+    masked: dict[int, list[int]],
+    columns: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Also tokens that several settings change, and rows that share a batch with unchanged ones."""
+    torch.manual_seed(seed)
+    local = (2 * torch.randn(len(slots), columns)).to(dtype)
+    local[torch.rand(local.shape) < 0.1] = -torch.inf
+    before, index = local.clone(), [len(slot.output_token_ids) for slot in slots]
+    masks = mask_of({row: masked[row] for row in masked if row < len(slots)}, columns)
+    given = masks if masks.rows else None
+    with compiled_kernels(True):
+        got = run(local, slots, index, given)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_module, "draws_in_place", lambda logits: False)
+        expected = run(local, slots, index, given)
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    assert torch.equal(local, before)
