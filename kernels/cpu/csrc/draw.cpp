@@ -6,9 +6,9 @@
 //
 //   top-k    The k-th largest of the blocks' maxima is at most the k-th largest logit. So only
 //            logits from there on are collected, some hundreds, and sorted.
-//   top-p    The sum of all weights takes a pass. If the likeliest tokens of some hundred blocks do
-//            not reach the mass, the weights are added up by range, and the range that decides is
-//            sorted.
+//   top-p    The sum of all weights takes a pass, which keeps them. If the likeliest tokens of some
+//            hundred blocks do not reach the mass, a sample of the blocks tells from where on tokens
+//            probably do. Their weights are added up by range, and the range that decides is sorted.
 //   draw     A pass over the kept tokens leaves each block's sum, which finds the block, then the
 //            token.
 //
@@ -26,6 +26,7 @@ namespace {
 
 constexpr int64_t BLOCK = 64;
 constexpr int64_t WIDE = 256;    // blocks from which the nucleus is collected first
+constexpr int64_t SAMPLED = 16;  // one block of so many is in the sample
 constexpr int RANGES = 4096;     // of the logarithms of weights
 constexpr float LOWEST = -42.f;  // below it, a weight is 0
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
@@ -44,8 +45,11 @@ __m512i high_weights(__m512 weight) {
 
 struct Scratch {
   std::vector<float> tops;       // of each block, scaled
-  std::vector<float> scaled;     // of each token, if kept
+  std::vector<float> ordered;    // the same, in another order
+  std::vector<float> scaled;     // of each token, if stored
+  std::vector<float> weighed;    // whole numbers, if stored
   std::vector<float> collected;  // scaled logits
+  std::vector<float> collected_weights;
   std::vector<int64_t> weights;  // theirs
   std::vector<int64_t> sums;     // of each block
   std::vector<int64_t> masses;   // of each range
@@ -60,10 +64,17 @@ class Row {
     float* tops = scratch_.tops.data();
     largest_ = -INFINITE;
     for (int64_t b = 0; b < blocks_; ++b) {
+      const int64_t i = b * BLOCK;
       __m512 top = _mm512_set1_ps(-INFINITE);
-      for (int64_t i = b * BLOCK; i < std::min(n_, (b + 1) * BLOCK); i += 16) {
-        const __mmask16 lanes = first_lanes(n_ - i);
-        top = _mm512_mask_max_ps(top, lanes, top, load_any(logits_ + i, lanes));
+      if (i + BLOCK <= n_) {
+        const __m512 low = _mm512_max_ps(load_any(logits_ + i), load_any(logits_ + i + 16));
+        const __m512 high = _mm512_max_ps(load_any(logits_ + i + 32), load_any(logits_ + i + 48));
+        top = _mm512_max_ps(low, high);
+      } else {
+        for (int64_t j = i; j < n_; j += 16) {
+          const __mmask16 lanes = first_lanes(n_ - j);
+          top = _mm512_mask_max_ps(top, lanes, top, load_any(logits_ + j, lanes));
+        }
       }
       tops[b] = _mm512_reduce_max_ps(top);
       largest_ = std::max(largest_, tops[b]);
@@ -89,14 +100,31 @@ class Row {
     return _mm512_div_ps(shifted, _mm512_set1_ps(draw_.temperature));
   }
 
-  // Keeps all scaled logits, for the passes to come: a division takes longer than a load.
-  void store() {
+  // Weights of these lanes, as whole numbers; other lanes are 0.
+  __m512 weigh(int64_t i, __mmask16 lanes, __m512 x) const {
+    if (stored_) return _mm512_maskz_loadu_ps(lanes, scratch_.weighed.data() + i);
+    const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
+    return _mm512_roundscale_ps(weight, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  }
+
+  // Keeps all scaled logits and weights, for the passes to come; returns the weights' sum.
+  int64_t store() {
     scratch_.scaled.resize(n_);
+    scratch_.weighed.resize(n_);
+    __m512i total = _mm512_setzero_si512();
     for (int64_t i = 0; i < n_; i += 16) {
-      const __mmask16 lanes = first_lanes(n_ - i);
-      _mm512_mask_storeu_ps(scratch_.scaled.data() + i, lanes, scaled(i, lanes));
+      const __mmask16 inside = first_lanes(n_ - i);
+      const __m512 x = scaled(i, inside);
+      const __mmask16 lanes =
+          _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(LOWEST), _CMP_GE_OQ);
+      const __m512 weight = weigh(i, lanes, x);
+      _mm512_mask_storeu_ps(scratch_.scaled.data() + i, inside, x);
+      _mm512_mask_storeu_ps(scratch_.weighed.data() + i, inside, weight);
+      total = _mm512_add_epi64(total, low_weights(weight));
+      total = _mm512_add_epi64(total, high_weights(weight));
     }
     stored_ = true;
+    return _mm512_reduce_add_epi64(total);
   }
 
   // Calls use(first token, lanes, scaled) for all lanes at or above the floor.
@@ -118,38 +146,40 @@ class Row {
   // are fewer blocks.
   float bound(int64_t count) {
     if (count > blocks_) return -INFINITE;
-    scratch_.collected = scratch_.tops;
-    auto at = scratch_.collected.begin() + (count - 1);
-    std::nth_element(scratch_.collected.begin(), at, scratch_.collected.end(), std::greater<float>());
+    scratch_.ordered = scratch_.tops;
+    auto at = scratch_.ordered.begin() + (count - 1);
+    std::nth_element(scratch_.ordered.begin(), at, scratch_.ordered.end(), std::greater<float>());
     return *at;
   }
 
+  void clear() {
+    scratch_.collected.resize(n_ + 16);
+    count_ = 0;
+  }
+
   void keep(__mmask16 lanes, __m512 x) {
-    auto& numbers = scratch_.collected;
-    const size_t count = numbers.size();
-    numbers.resize(count + 16);
     // Compressing to memory takes AMD's CPUs a hundred cycles.
-    _mm512_storeu_ps(numbers.data() + count, _mm512_maskz_compress_ps(lanes, x));
-    numbers.resize(count + __builtin_popcount(lanes));
+    _mm512_storeu_ps(scratch_.collected.data() + count_, _mm512_maskz_compress_ps(lanes, x));
+    count_ += __builtin_popcount(lanes);
   }
 
   // All numbers from the floor on.
   void collect(float floor) {
-    scratch_.collected.clear();
+    clear();
     each(floor, [&](int64_t, __mmask16 lanes, __m512 x) { keep(lanes, x); });
   }
 
   float kth() {
     collect(bound(draw_.top_k));
-    auto at = scratch_.collected.begin() + (draw_.top_k - 1);
-    std::nth_element(scratch_.collected.begin(), at, scratch_.collected.end(), std::greater<float>());
+    auto begin = scratch_.collected.begin(), at = begin + (draw_.top_k - 1);
+    std::nth_element(begin, at, begin + count_, std::greater<float>());
     return *at;
   }
 
   int64_t sum(float floor) const {
     __m512i total = _mm512_setzero_si512();
-    each(std::max(floor, LOWEST), [&](int64_t, __mmask16 lanes, __m512 x) {
-      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
+    each(std::max(floor, LOWEST), [&](int64_t i, __mmask16 lanes, __m512 x) {
+      const __m512 weight = weigh(i, lanes, x);
       total = _mm512_add_epi64(total, low_weights(weight));
       total = _mm512_add_epi64(total, high_weights(weight));
     });
@@ -158,87 +188,132 @@ class Row {
 
   // The largest number such that it and all larger ones have the nucleus' mass.
   float nucleus(float floor) {
-    if (floor == -INFINITE) store();
-    const int64_t total = sum(floor);
+    const int64_t total = floor == -INFINITE ? store() : sum(floor);
     const int64_t mass = std::min(std::max<int64_t>(total - share(draw_.tail, total), 1), total);
     if (mass <= 0) return -INFINITE;
+    const float likeliest = bound(std::min(WIDE, blocks_));
     // With top-k, its candidates are all there is.
-    collect(floor > -INFINITE ? floor : bound(std::min(WIDE, blocks_)));
+    collect(floor > -INFINITE ? floor : likeliest);
     float found;
-    if (reaches(mass, found)) return found;
-    return by_range(mass);
-  }
-
-  // Sorts what was collected; whether its sum reaches the mass, and with which number.
-  bool reaches(int64_t mass, float& found) {
-    auto& numbers = scratch_.collected;
-    std::sort(numbers.begin(), numbers.end(), std::greater<float>());
-    const int64_t count = numbers.size();
-    scratch_.weights.resize(count);
-    weft_weigh(numbers.data(), count, scratch_.weights.data());
-    int64_t left = mass;
-    for (int64_t i = 0; i < count; ++i) {
-      left -= scratch_.weights[i];
-      if (left <= 0) {
-        found = numbers[i];
-        return true;
-      }
-    }
-    return false;
-  }
-
-  float by_range(int64_t mass) {
-    constexpr float PER_UNIT = RANGES / -LOWEST;
-    auto& masses = scratch_.masses;
-    masses.assign(RANGES, 0);
-    const __m512i last = _mm512_set1_epi32(RANGES - 1);
-    const auto range_of = [&](__m512 x) {
-      const __m512 place = _mm512_mul_ps(x, _mm512_set1_ps(-PER_UNIT));
-      return _mm512_min_epi32(_mm512_cvttps_epi32(place), last);
-    };
-    each(LOWEST, [&](int64_t, __mmask16 lanes, __m512 x) {
-      alignas(64) int32_t range[16];
-      alignas(64) int64_t weights[16];
-      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
-      _mm512_store_si512(range, _mm512_maskz_mov_epi32(lanes, range_of(x)));
-      _mm512_store_si512(weights, low_weights(weight));
-      _mm512_store_si512(weights + 8, high_weights(weight));
-      for (int lane = 0; lane < 16; ++lane) masses[range[lane]] += weights[lane];
-    });
-    int chosen = 0;
-    while (chosen < RANGES - 1 && masses[chosen] < mass) mass -= masses[chosen++];
-    // Numbers in the ranges before are larger, for all of them are multiplied and rounded alike.
-    scratch_.collected.clear();
-    const float above = (chosen + 1) / -PER_UNIT;
-    each(std::max(LOWEST, above * 1.001f - 0.001f), [&](int64_t, __mmask16 lanes, __m512 x) {
-      lanes = _mm512_mask_cmpeq_epi32_mask(lanes, range_of(x), _mm512_set1_epi32(chosen));
-      if (lanes) keep(lanes, x);
-    });
-    float found = -INFINITE;
-    reaches(mass, found);
+    const int64_t head = reaches(mass, found);
+    if (head >= mass) return found;
+    const float likely = likely_floor(likeliest, mass - head, total - head);
+    if (by_range(likely, mass, found) < mass) by_range(LOWEST, mass, found);
     return found;
+  }
+
+  // The sum of the weights of what was collected. If it reaches the mass: with which number.
+  int64_t reaches(int64_t mass, float& found) {
+    float* numbers = scratch_.collected.data();
+    scratch_.weights.resize(count_);
+    const auto weigh_all = [&] { weft_weigh(numbers, count_, scratch_.weights.data()); };
+    weigh_all();
+    int64_t sum = 0;
+    for (const int64_t weight : scratch_.weights) sum += weight;
+    if (sum < mass) return sum;
+    std::sort(numbers, numbers + count_, std::greater<float>());
+    weigh_all();
+    int64_t left = mass, i = -1;
+    while (left > 0) left -= scratch_.weights[++i];
+    found = numbers[i];
+    return sum;
+  }
+
+  static __m512i range_of(__m512 x) {
+    const __m512 place = _mm512_mul_ps(x, _mm512_set1_ps(RANGES / LOWEST));
+    return _mm512_min_epi32(_mm512_cvttps_epi32(place), _mm512_set1_epi32(RANGES - 1));
+  }
+
+  // Adds weights to the masses of their ranges.
+  void add(__mmask16 lanes, __m512 x, __m512 weight) {
+    alignas(64) int32_t range[16];
+    alignas(64) int64_t weights[16];
+    _mm512_store_si512(range, _mm512_maskz_mov_epi32(lanes, range_of(x)));
+    _mm512_store_si512(weights, low_weights(weight));
+    _mm512_store_si512(weights + 8, high_weights(weight));
+    for (int lane = 0; lane < 16; ++lane) scratch_.masses[range[lane]] += weights[lane];
+  }
+
+  // From where on tokens probably have the mass, and a quarter of what the nucleus leaves out: by
+  // the weights in a sample of the blocks. Tokens from `head` on do not count.
+  float likely_floor(float head, int64_t mass, int64_t total) {
+    scratch_.masses.assign(RANGES, 0);
+    for (int64_t i = 0; i + BLOCK <= n_; i += BLOCK * SAMPLED)
+      for (int64_t j = i; j < i + BLOCK; j += 16) {
+        const __m512 x = scaled(j, first_lanes(BLOCK));
+        const __mmask16 lanes = _mm512_cmp_ps_mask(x, _mm512_set1_ps(LOWEST), _CMP_GE_OQ) &
+                                _mm512_cmp_ps_mask(x, _mm512_set1_ps(head), _CMP_LT_OQ);
+        if (lanes) add(lanes, x, weigh(j, lanes, x));
+      }
+    int64_t sampled = 0, above = 0;
+    for (const int64_t each : scratch_.masses) sampled += each;
+    const double wanted = (0.25 + 0.75 * mass / total) * sampled;
+    int range = 0;
+    while (range < RANGES && above < wanted) above += scratch_.masses[range++];
+    return range / (RANGES / LOWEST);
+  }
+
+  // Adds up the weights from the floor on by range, and sorts the range that decides; returns 0 if
+  // they do not reach the mass.
+  int64_t by_range(float floor, int64_t mass, float& found) {
+    scratch_.masses.assign(RANGES, 0);
+    auto& weighed = scratch_.collected_weights;
+    weighed.resize(n_ + 16);
+    clear();
+    each(floor, [&](int64_t i, __mmask16 lanes, __m512 x) {
+      _mm512_storeu_ps(weighed.data() + count_,
+                       _mm512_maskz_compress_ps(lanes, weigh(i, lanes, x)));
+      keep(lanes, x);
+    });
+    for (int64_t i = 0; i < count_; i += 16) {
+      const __mmask16 lanes = first_lanes(count_ - i);
+      add(lanes, _mm512_maskz_loadu_ps(lanes, scratch_.collected.data() + i),
+          _mm512_maskz_loadu_ps(lanes, weighed.data() + i));
+    }
+    int chosen = 0;
+    int64_t left = mass;
+    while (chosen < RANGES && scratch_.masses[chosen] < left) left -= scratch_.masses[chosen++];
+    if (chosen == RANGES) return 0;
+    // Numbers in the ranges before are larger, for all of them are multiplied and rounded alike.
+    const int64_t count = count_;
+    count_ = 0;
+    for (int64_t i = 0; i < count; i += 16) {
+      const __mmask16 lanes = first_lanes(count - i);
+      const __m512 x = _mm512_maskz_loadu_ps(lanes, scratch_.collected.data() + i);
+      const __mmask16 decisive =
+          _mm512_mask_cmpeq_epi32_mask(lanes, range_of(x), _mm512_set1_epi32(chosen));
+      if (decisive) keep(decisive, x);
+    }
+    reaches(left, found);
+    return mass;
   }
 
   // The first token at which the running sum of kept weights exceeds the number's share of all.
   int64_t pick(float floor) {
     auto& sums = scratch_.sums;
     sums.assign(blocks_, 0);
-    floor = std::max(floor, LOWEST);
-    each(floor, [&](int64_t i, __mmask16 lanes, __m512 x) {
-      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
-      const __m512i both = _mm512_add_epi64(low_weights(weight), high_weights(weight));
-      sums[i / BLOCK] += _mm512_reduce_add_epi64(both);
-    });
+    const __m512 floors = _mm512_set1_ps(std::max(floor, LOWEST));
+    const auto kept = [&](int64_t i) {
+      const __mmask16 inside = first_lanes(n_ - i);
+      const __m512 x = scaled(i, inside);
+      return weigh(i, _mm512_mask_cmp_ps_mask(inside, x, floors, _CMP_GE_OQ), x);
+    };
     int64_t total = 0;
-    for (int64_t b = 0; b < blocks_; ++b) total += sums[b];
+    for (int64_t b = 0; b < blocks_; ++b) {
+      if (!(scratch_.tops[b] >= std::max(floor, LOWEST))) continue;
+      __m512i sum = _mm512_setzero_si512();
+      for (int64_t i = b * BLOCK; i < std::min(n_, (b + 1) * BLOCK); i += 16) {
+        const __m512 weight = kept(i);
+        sum = _mm512_add_epi64(sum, _mm512_add_epi64(low_weights(weight), high_weights(weight)));
+      }
+      sums[b] = _mm512_reduce_add_epi64(sum);
+      total += sums[b];
+    }
     if (!total) return 0;
     int64_t left = share(draw_.u, total), b = 0;
     while (left >= sums[b]) left -= sums[b++];
     for (int64_t i = b * BLOCK; i < std::min(n_, (b + 1) * BLOCK); i += 16) {
-      const __mmask16 inside = first_lanes(n_ - i);
-      const __m512 x = scaled(i, inside);
-      const __mmask16 lanes = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(floor), _CMP_GE_OQ);
-      const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
+      const __m512 weight = kept(i);
       alignas(64) int64_t weights[16];
       _mm512_store_si512(weights, low_weights(weight));
       _mm512_store_si512(weights + 8, high_weights(weight));
@@ -257,6 +332,7 @@ class Row {
   const int64_t blocks_;
   float largest_;
   bool stored_ = false;
+  int64_t count_ = 0;  // numbers that are collected
 };
 
 // A row's edits and mask, applied to a copy.
