@@ -101,7 +101,9 @@ class _Rows:
     def of(cls, logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> _Rows:
         """Prepare what `draw` was given, or `draw_in_place`."""
         columns, device = logits.shape[1], u.device
-        temperature = torch.tensor([s.temperature for s in settings], device=device)
+        temperature = torch.tensor(
+            [s.temperature for s in settings], dtype=torch.float32, device=device
+        )
         top_k = [s.top_k if 0 < s.top_k < columns else columns for s in settings]
         return cls(
             logits,

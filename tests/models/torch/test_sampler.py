@@ -31,6 +31,7 @@ from weft.models.torch.sampler import Masks, SampledTokens, Sampler
 SHAPES: list[dict[str, Any]] = [
     {},
     {"temperature": 0.6},
+    {"temperature": 2},
     {"temperature": 1.7, "top_k": 5},
     {"top_k": 1},
     {"top_p": 0.7},
