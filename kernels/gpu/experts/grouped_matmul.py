@@ -52,7 +52,7 @@ from weft.kernels.gpu.matmul.matmul import (
     tile_at,
 )
 from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
-from weft.kernels.gpu.runtime.arguments import KernelError, Require, require, require_tensor
+from weft.kernels.gpu.runtime.arguments import Require, require, require_tensor
 from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
 from weft.kernels.gpu.tuning.search import Choice
 
@@ -293,16 +293,3 @@ def grouped_matmul(
         num_stages=tiling.stages,
     )
     return out
-
-
-def raise_for(status: Tensor, op: str = "grouped_matmul") -> None:
-    """Synchronise with the device, and raise if offsets were wrong since the last call.
-
-    Raises:
-        KernelError: naming the first group with wrong offsets.
-    """
-    if group := int(status):
-        status.zero_()
-        raise KernelError(
-            f"{op}: offsets {group - 1} and {group} decrease, are negative or exceed x's rows"
-        )
