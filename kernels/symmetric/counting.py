@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.kernels.devices import MIB
 from weft.kernels.symmetric.memory import Home
 
 
@@ -21,11 +22,12 @@ class CountingHome(Home):
 
     Attributes:
         nbytes: bytes allocated for one rank so far.
+        segments: bytes that they take on a GPU.
     """
 
     def __init__(self, world_size: int, device_name: str = "CPU") -> None:
         super().__init__(0, world_size, torch.device("cpu"))
-        self.nbytes = 0
+        self.nbytes = self.segments = 0
         self._device_name = device_name
 
     @property
@@ -38,8 +40,21 @@ class CountingHome(Home):
 
     def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
         self.nbytes += nbytes
+        self.segments += _segment(nbytes)
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return memory, [memory.data_ptr()] * self.world_size, 0
 
     def _release(self) -> None:
         """Do nothing: each tensor is freed with its last user."""
+
+
+def _segment(nbytes: int) -> int:
+    """Return the bytes that torch's allocator takes for a tensor with a segment of its own.
+
+    torch 2.11 gives each symmetric tensor one (c10/cuda/CUDACachingAllocator.cpp).
+    """
+    if nbytes <= MIB:
+        return 2 * MIB
+    if nbytes < 10 * MIB:
+        return 20 * MIB
+    return -(-nbytes // (2 * MIB)) * 2 * MIB

@@ -20,6 +20,12 @@ from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
 MAX_PADDING = 7
 """Maximum number of padding requests when a step is padded to a recorded size."""
 
+RECORDING = 8 * MIB
+"""Assumed for one CUDA graph with its kernels' arguments: some thousand launches."""
+
+TABLE_ENTRY = 4
+"""Bytes for a block in a request's block table."""
+
 MAX_ADVISED_FRACTION = 0.95
 """Largest fraction of the free memory that is advised; above it, nothing is left for others."""
 
@@ -46,7 +52,7 @@ class MemoryPlan:
         cp: ranks that share each KV head by position.
         count_activations: counts the temporary tensors' bytes in a step.
         buffers: symmetric memory.
-        graph_requests: requests in the largest step recorded as a CUDA graph; 0 if none is.
+        graph_sizes: requests in each step that is recorded as a CUDA graph.
         saved: weight bytes without memory, such as by lossless compression; known after loading.
     """
 
@@ -64,7 +70,7 @@ class MemoryPlan:
     cp: int = 1
     count_activations: ActivationBytes = cpu_activations
     buffers: int = 0
-    graph_requests: int = 0
+    graph_sizes: tuple[int, ...] = ()
     saved: int = 0
 
     def ledger(self) -> Ledger:
@@ -103,14 +109,21 @@ class MemoryPlan:
 
     @property
     def graphs(self) -> int:
-        """Memory for the largest graph, shared by the others, and for its separate result."""
-        requests = min(self.graph_requests, self.max_num_seqs + MAX_PADDING)
-        if not requests:
+        """Memory for the largest graph's tensors, which the others share, and for each recording.
+
+        A result and the block tables lie outside the recordings.
+        """
+        most = self.max_num_seqs + MAX_PADDING
+        recorded = [size for size in self.graph_sizes if size <= most]
+        if not recorded:
             return 0
+        requests = max(recorded)
         row = self.spec.hidden_size + self.spec.vocab_size
         result = requests * row * DTYPE_BYTES[self.spec.compute_dtype(self.dtype)]
         step = self._step(requests, requests)
-        return result + triton_activations(self.spec, self.dtype, step, sampled=False)
+        tables = requests * -(-self.max_model_len // self.block_size) * TABLE_ENTRY
+        activations = triton_activations(self.spec, self.dtype, step, sampled=False)
+        return result + tables + activations + len(recorded) * RECORDING
 
     @property
     def fixed(self) -> int:

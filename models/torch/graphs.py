@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -114,7 +114,8 @@ class Graphs:
         log: bool = True,
     ) -> None:
         width = -(-max_model_len // block_size)
-        self._inputs = {size: _inputs(size, width, max_model_len, device) for size in sorted(sizes)}
+        most = _inputs(max(sizes, default=0), width, max_model_len, device)
+        self._inputs = {size: _first(size, most) for size in sorted(sizes)}
         self._forward, self._device, self._log = forward, device, log
         self._most = DISPATCH_TOKENS if dp_size > 1 else None
         self._replays: dict[int, Callable[[], Forward]] = {}
@@ -195,6 +196,23 @@ def capture(run: Callable[[], Result], pool: object) -> Callable[[], Result]:
         return result
 
     return replay
+
+
+def _first(size: int, inputs: StepTensors) -> StepTensors:
+    """Return the first requests' part of buffers: recordings are never replayed side by side."""
+    plan, paged = inputs.plan, inputs.plan.batch
+    batch = replace(
+        paged,
+        query_start=paged.query_start[: size + 1],
+        context_len=paged.context_len[:size],
+        block_table=paged.block_table[:size],
+        status=paged.status[:size],
+    )
+    return StepTensors(
+        inputs.token_ids[:size],
+        inputs.positions[:size],
+        PagedPlan(plan.pages[:size], plan.slots[:size], batch),
+    )
 
 
 def _inputs(size: int, width: int, max_context: int, device: torch.device) -> StepTensors:

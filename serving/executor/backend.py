@@ -151,13 +151,14 @@ def symmetric_bytes(
     context_home = counters[1] if layout.cp > 1 else None
     max_tokens = config.max_num_batched_tokens
     Overlapped(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens)
-    return sum(home.nbytes for home in counters)
+    on_gpu = device.type == "cuda"
+    return sum(home.segments if on_gpu else home.nbytes for home in counters)
 
 
-def recorded_requests(config: EngineConfig, layout: Layout, kernels: str) -> int:
-    """Return the requests in the largest step recorded as a CUDA graph; 0 without graphs."""
+def recorded_sizes(config: EngineConfig, layout: Layout, kernels: str) -> tuple[int, ...]:
+    """Return the requests in each step that is recorded as a CUDA graph."""
     if not config.cuda_graphs:
-        return 0
+        return ()
     from weft.models.torch.graphs import buckets
 
     sizes = buckets(
@@ -166,7 +167,7 @@ def recorded_requests(config: EngineConfig, layout: Layout, kernels: str) -> int
         config.max_num_batched_tokens,
         overlapped=kernels == "overlapped",
     )
-    return max(sizes, default=0)
+    return tuple(sizes)
 
 
 def require_same(store: Store, rank: int, world_size: int, mine: str) -> None:

@@ -30,7 +30,7 @@ from weft.serving.executor.backend import (
     choose_kernels,
     homes,
     interpret_kernels,
-    recorded_requests,
+    recorded_sizes,
     require_same,
     symmetric_bytes,
     use_device,
@@ -150,14 +150,15 @@ def load_model(
     kernels = choose_kernels(config, layout, device)
     triton = kernels == "overlapped" or device.type == "cuda"
     interpreted = triton and device.type == "cpu"
-    buffers = recorded = 0
+    buffers = 0
+    recorded: tuple[int, ...] = ()
     if interpreted:
         interpret_kernels()
     if triton:
         if kernels == "overlapped" and layout.stage_size > 1:
             buffers = symmetric_bytes(config, spec, layout, dtype, device)
         if device.type == "cuda":
-            recorded = recorded_requests(config, layout, kernels)
+            recorded = recorded_sizes(config, layout, kernels)
     store = None
     if context.world_size > 1:
         store = meet(
@@ -274,7 +275,7 @@ def plan_memory(
     free: int,
     triton: bool = False,
     buffers: int = 0,
-    recorded: int = 0,
+    recorded: tuple[int, ...] = (),
 ) -> MemoryPlan:
     """Plan a rank's memory with torch.
 
@@ -285,7 +286,7 @@ def plan_memory(
         free: free bytes for this rank.
         triton: Triton kernels run the model.
         buffers: bytes of symmetric memory.
-        recorded: requests in the largest step recorded as a CUDA graph.
+        recorded: requests in each step that is recorded as a CUDA graph.
     """
     from weft.models.memory.activations import cpu_activations, triton_activations
     from weft.models.memory.plan import MemoryPlan
@@ -306,7 +307,7 @@ def plan_memory(
         dp_size=layout.dp_size,
         count_activations=triton_activations if triton else cpu_activations,
         buffers=buffers,
-        graph_requests=recorded,
+        graph_sizes=recorded,
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.models.memory.activations import LargestStep, cpu_activations, triton_activations
 from weft.models.memory.ledger import GIB, MIB, Ledger, human_bytes
-from weft.models.memory.plan import MemoryPlan
+from weft.models.memory.plan import RECORDING, MemoryPlan
 from weft.models.spec.families import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import DTYPE_BYTES
@@ -208,14 +208,18 @@ def test_human_bytes() -> None:
 
 def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
     alone = plan(count_activations=triton_activations, max_num_seqs=200)
-    shared = plan(
-        count_activations=triton_activations, max_num_seqs=200, buffers=3 * MIB, graph_requests=200
-    )
-    assert 0 < shared.graphs < shared.activations
-    padded = plan(count_activations=triton_activations, max_num_seqs=197, graph_requests=200)
+    on_gpu = {"count_activations": triton_activations, "graph_sizes": (8, 100, 200)}
+    shared = plan(max_num_seqs=200, buffers=3 * MIB, **on_gpu)
+    tensors = shared.graphs - 3 * RECORDING
+    assert 0 < tensors < shared.activations
+    padded = plan(max_num_seqs=197, **on_gpu)
     assert padded.graphs == shared.graphs  # a recorded step is run with all its rows
+    fewer = plan(max_num_seqs=100, **on_gpu)
+    assert shared.graphs - fewer.graphs > RECORDING + tensors / 3
     logits = 200 * SPEC.vocab_size * DTYPE_BYTES[SPEC.compute_dtype("auto")]
-    assert shared.graphs >= 2 * logits  # those of the model, and where all sizes leave them
+    assert tensors >= 2 * logits  # those of the model, and where all sizes leave them
+    longer = plan(max_num_seqs=200, max_model_len=SPEC.max_model_len + 320, **on_gpu)
+    assert longer.graphs - shared.graphs == 4 * 200 * 320 // 32
     assert shared.buffers == 3 * MIB
     for ledger in (alone, shared):
         parts = (ledger.weights, ledger.activations, ledger.buffers, ledger.graphs)

@@ -19,7 +19,7 @@ from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
 from weft.models.memory.plan import MAX_PADDING
 from weft.models.spec.layout import Layout
-from weft.models.torch.graphs import MAX_REQUESTS, buckets
+from weft.models.torch.graphs import MAX_REQUESTS, Graphs, buckets
 from weft.models.torch.overlapped import DISPATCH_TOKENS
 from weft.models.torch.runner import TorchRunner
 
@@ -42,6 +42,21 @@ def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int)
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_what_cannot_be_recorded(layout: Layout, overlapped: bool) -> None:
     assert buckets(layout, 8, 64, overlapped=overlapped) == []
+
+
+def test_all_sizes_share_their_inputs() -> None:
+    """Only one recording runs at a time; at 128k tokens, tables of their own would take 138 MB."""
+    graphs = Graphs(
+        lambda inputs: pytest.fail("no step is run"),
+        torch.device("cpu"),
+        sizes=[1, 8, 4],
+        block_size=PAGE,
+        max_model_len=64,
+    )
+    batches = [inputs.plan.batch for inputs in graphs._inputs.values()]
+    assert [batch.query_start.tolist() for batch in batches] == [[0, 1], [*range(5)], [*range(9)]]
+    assert [batch.block_table.shape for batch in batches] == [(1, 16), (4, 16), (8, 16)]
+    assert len({batch.block_table.data_ptr() for batch in batches}) == 1
 
 
 def test_experts_on_other_ranks_are_recorded_if_one_dispatch_is_enough() -> None:

@@ -166,3 +166,10 @@ def test_buffers_are_counted_before_they_are_made(layout: Layout, tmp_path: Path
     Overlapped(counting, None, spec, layout, torch.float32, 100)
     assert run(made, 2) == [counting.nbytes] * 2
     assert counting.nbytes > 0
+
+
+def test_a_buffer_takes_a_segment_on_a_gpu() -> None:
+    counting = CountingHome(2)
+    for nbytes in (256, 1 << 20, 3 << 20, 10 << 20, (10 << 20) + 1):
+        counting._allocate(nbytes)
+    assert counting.segments == (2 + 2 + 20 + 10 + 12) << 20
