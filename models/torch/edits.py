@@ -8,7 +8,7 @@ reason, in the order in which they apply:
     ended     -inf, while the output is shorter than min_tokens
 
 The edits of a batch are flat vectors. They need not know whether the logits are a whole matrix, or
-only those that change.
+only the changed ones.
 """
 
 from __future__ import annotations

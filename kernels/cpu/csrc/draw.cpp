@@ -49,7 +49,6 @@ struct Scratch {
   std::vector<float> scaled;     // of each token, if stored
   std::vector<float> weighed;    // whole numbers, if stored
   std::vector<float> collected;  // scaled logits
-  std::vector<float> collected_weights;
   std::vector<int64_t> weights;  // theirs
   std::vector<int64_t> sums;     // of each block
   std::vector<int64_t> masses;   // of each range
@@ -103,6 +102,10 @@ class Row {
   // Weights of these lanes, as whole numbers; other lanes are 0.
   __m512 weigh(int64_t i, __mmask16 lanes, __m512 x) const {
     if (stored_) return _mm512_maskz_loadu_ps(lanes, scratch_.weighed.data() + i);
+    return weight_of(lanes, x);
+  }
+
+  static __m512 weight_of(__mmask16 lanes, __m512 x) {
     const __m512 weight = _mm512_maskz_mul_ps(lanes, exp2(x), _mm512_set1_ps(0x1p40f));
     return _mm512_roundscale_ps(weight, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
   }
@@ -257,18 +260,11 @@ class Row {
   // they do not reach the mass.
   int64_t by_range(float floor, int64_t mass, float& found) {
     scratch_.masses.assign(RANGES, 0);
-    auto& weighed = scratch_.collected_weights;
-    weighed.resize(n_ + 16);
-    clear();
-    each(floor, [&](int64_t i, __mmask16 lanes, __m512 x) {
-      _mm512_storeu_ps(weighed.data() + count_,
-                       _mm512_maskz_compress_ps(lanes, weigh(i, lanes, x)));
-      keep(lanes, x);
-    });
+    collect(floor);
     for (int64_t i = 0; i < count_; i += 16) {
       const __mmask16 lanes = first_lanes(count_ - i);
-      add(lanes, _mm512_maskz_loadu_ps(lanes, scratch_.collected.data() + i),
-          _mm512_maskz_loadu_ps(lanes, weighed.data() + i));
+      const __m512 x = _mm512_maskz_loadu_ps(lanes, scratch_.collected.data() + i);
+      add(lanes, x, weight_of(lanes, x));
     }
     int chosen = 0;
     int64_t left = mass;
