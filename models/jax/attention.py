@@ -23,12 +23,10 @@ from weft.kernels.tpu.attention.cache import write_pages
 from weft.kernels.tpu.attention.paged import ragged_paged_attention
 from weft.kernels.tpu.attention.query_tiles import plan_tiles, segment_of, tile_queries
 from weft.models.jax.collectives import precision
+from weft.models.plan.sizes import group_pages
 
 TILE_TOKENS = 16
 """Tile size in the plain way, for steps in which some request has several tokens."""
-
-GROUP_TOKENS = 128
-"""Minimum number of keys in a page group, which a tile processes at once."""
 
 
 class Plan(NamedTuple):
@@ -60,11 +58,6 @@ def make_plan(
     position = context_len[request] - query_start[request + 1] + token
     position = jnp.where(token < query_start[-1], position, -1)
     return Plan(query_start, context_len, tables, request, position)
-
-
-def group_pages(block_size: int) -> int:
-    """Return the number of pages processed at once."""
-    return max(1, GROUP_TOKENS // block_size)
 
 
 def write_cache(

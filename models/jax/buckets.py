@@ -17,12 +17,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from weft.models.interface import Int32, StepInput
-from weft.models.jax.attention import group_pages
 from weft.models.jax.kernels import TOKEN_UNIT, Choice
 from weft.models.jax.mesh import device_of, slice_of
 from weft.models.jax.model import Batch
 from weft.models.plan.hardware import Slice
-from weft.models.plan.sizes import TABLE_BYTES, step_sizes
+from weft.models.plan.sizes import (
+    TABLE_BYTES,
+    TABLE_ENTRY,
+    group_pages,
+    step_sizes,
+    table_width,
+)
 from weft.models.plan.step import anonymous
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
@@ -80,18 +85,13 @@ class Buckets:
     ) -> None:
         self._block_size = block_size
         self._slots = max_num_seqs
-        group = group_pages(block_size)
-        widest = -(-max_model_len // (block_size * group))
-        fitting = TABLE_BYTES // (4 * group * max_num_seqs)
-        self._pages = [group * n for n in sorted({widest, max(1, min(widest, fitting))})]
+        group, widest = group_pages(block_size), table_width(max_model_len, block_size)
+        fitting = TABLE_BYTES // (TABLE_ENTRY * max_num_seqs) // group * group
+        self._pages = sorted({widest, max(group, min(widest, fitting))})
         device = device_of(mesh.devices.flat[0])
+        place = Slice(device, (1, layout.tp)) if device.cpu else slice_of(mesh)
         self._decodes, self._tokens = step_sizes(
-            *(
-                anonymous(spec),
-                layout,
-                Slice(device, (1, layout.tp)) if device.cpu else slice_of(mesh),
-                dtype,
-            ),
+            *(anonymous(spec), layout, place, dtype),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             parts=layout.tp * (TOKEN_UNIT if kernels == "overlapped" else 2),

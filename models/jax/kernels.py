@@ -34,7 +34,7 @@ from typing import Literal
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from weft.models.plan.sizes import BLOCK_UNIT, TABLE_BYTES
+from weft.models.plan.sizes import BLOCK_UNIT, TABLE_BYTES, TABLE_ENTRY
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 
@@ -106,7 +106,7 @@ def choose_kernels(
     return Kernels(
         attention=spec.head_dim % HEAD_UNIT == 0
         and block_size % BLOCK_UNIT == 0
-        and 4 * table_entries <= TABLE_BYTES,
+        and TABLE_ENTRY * table_entries <= TABLE_BYTES,
         experts=True,
         products=rings,
         exchange=rings and layout.ep == layout.tp and spec.hidden_size % ROW_UNIT == 0,

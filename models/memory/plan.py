@@ -23,9 +23,6 @@ MAX_PADDING = 7
 RECORDING = 8 * MIB
 """Assumed for one CUDA graph with its kernels' arguments: some thousand launches."""
 
-TABLE_ENTRY = 4
-"""Bytes for a block in a request's block table."""
-
 MAX_ADVISED_FRACTION = 0.95
 """Largest fraction of the free memory that is advised; above it, nothing is left for others."""
 
@@ -121,7 +118,7 @@ class MemoryPlan:
         row = self.spec.hidden_size + self.spec.vocab_size
         result = requests * row * DTYPE_BYTES[self.spec.compute_dtype(self.dtype)]
         step = self._step(requests, requests)
-        tables = requests * -(-self.max_model_len // self.block_size) * TABLE_ENTRY
+        tables = 4 * requests * -(-self.max_model_len // self.block_size)  # int32
         activations = triton_activations(self.spec, self.dtype, step, sampled=False)
         return result + tables + activations + len(recorded) * RECORDING
 

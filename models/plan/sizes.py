@@ -30,8 +30,13 @@ from weft.models.spec.spec import ModelSpec
 BLOCK_UNIT = 16
 """Attention kernels need a multiple of this many tokens in a block."""
 
-TABLE_BYTES = 512 << 10
-"""Maximum size of a step's block tables in scalar memory, which has 1 MiB."""
+TABLE_ENTRY, TABLE_BYTES = 4, 512 << 10
+"""Bytes for a block in a table, and maximum for a step's tables in scalar memory, which has 1 MiB.
+"""
+
+GROUP_TOKENS = 128
+"""Minimum number of tokens in a group of blocks, which attention without kernels processes at once.
+"""
 
 MIN_DECODES, MIN_TOKENS = 8, 32
 """Smallest padded steps, with one token for each request and others; kernels need multiples."""
@@ -61,16 +66,30 @@ def block_size(
         return Decision(BLOCK_UNIT, f"{device.name} reads single rows of a block")
     token = local.kv_bytes_per_token(dtype) / len(local.layers)
     hiding = device.copy * device.bandwidth / token
-    fitting = 4 * max_num_seqs * max_model_len / TABLE_BYTES
-    wanted = max(hiding, fitting)
-    block = BLOCK_UNIT
-    while block < min(wanted, max_model_len):
+    fitting = BLOCK_UNIT
+    while table_width(max_model_len, fitting) * max_num_seqs * TABLE_ENTRY > TABLE_BYTES:
+        if fitting >= max_model_len:
+            break
+        fitting *= 2
+    block = fitting
+    while block < min(hiding, max_model_len):
         block *= 2
     return Decision(
         block,
         f"a copy starts in {device.copy * 1e9:.3g} ns, while {device.name} reads {hiding:.3g} "
-        f"tokens; with {fitting:.3g} tokens or more, {max_num_seqs} block tables fit scalar memory",
+        f"tokens; with {fitting} tokens or more, {max_num_seqs} block tables fit scalar memory",
     )
+
+
+def table_width(max_model_len: int, block_size: int) -> int:
+    """Return the entries in a request's block table, in whole groups."""
+    group = group_pages(block_size)
+    return group * -(-max_model_len // (group * block_size))
+
+
+def group_pages(block_size: int) -> int:
+    """Return the number of blocks that attention processes at once."""
+    return max(1, GROUP_TOKENS // block_size)
 
 
 def step_sizes(

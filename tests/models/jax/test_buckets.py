@@ -24,7 +24,7 @@ NONE = np.zeros(0, np.int32)
 
 
 def step(counts: list[int], width: int) -> StepInput:
-    """A step of requests with so many new tokens each, and block tables of a width."""
+    """A step of requests with these numbers of new tokens, and block tables of a width."""
     tokens, requests = sum(counts), len(counts)
     return StepInput(
         step=0,

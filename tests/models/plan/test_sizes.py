@@ -22,6 +22,7 @@ from weft.models.plan.sizes import (
     candidates,
     fewest_sizes,
     step_sizes,
+    table_width,
 )
 from weft.models.plan.step import Precision
 from weft.models.plan.times import Engine
@@ -65,7 +66,7 @@ def test_all_block_tables_fit_scalar_memory(seqs: int, length: int) -> None:
     ).value
     assert found < 2 * max(length, BLOCK_UNIT), "no block is larger than a request"
     whole = found >= length  # one block for each request
-    assert whole or 4 * seqs * -(-length // found) <= TABLE_BYTES + 4 * seqs
+    assert whole or 4 * seqs * table_width(length, found) <= TABLE_BYTES
 
 
 def test_a_context_of_a_million_tokens_has_larger_blocks(spec: ModelSpec) -> None:
