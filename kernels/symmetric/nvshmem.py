@@ -82,8 +82,10 @@ class NvshmemHome(Home):
         text = base64.b64encode(raw.tobytes()).decode() if self.rank == 0 else ""
         bits = base64.b64decode(self.exchange(text)[0])
         raw[...] = torch.frombuffer(bytearray(bits), dtype=torch.uint8).numpy().reshape(raw.shape)
+        device = Device(self.device.index)
+        device.set_current()  # init asks for a current device
         nvshmem.core.init(
-            device=Device(self.device.index),
+            device=device,
             uid=unique,
             rank=self.rank,
             nranks=self.world_size,

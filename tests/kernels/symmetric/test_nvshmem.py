@@ -67,7 +67,9 @@ class Library:
         core.Teams = SimpleNamespace(TEAM_WORLD=0)  # type: ignore[attr-defined]
         bindings.ptr = lambda address, rank: address + rank if rank // 2 == self.node else 0  # type: ignore[attr-defined]
         bindings.mc_ptr = lambda team, address: 0  # type: ignore[attr-defined]
-        device.Device = lambda index: f"device {index}"  # type: ignore[attr-defined]
+        device.Device = lambda index: SimpleNamespace(  # type: ignore[attr-defined]
+            index=index, set_current=lambda: self.asked.append(f"device {index}")
+        )
         package.core, package.bindings = core, bindings  # type: ignore[attr-defined]
         return {
             "nvshmem": package,
@@ -84,10 +86,10 @@ class Library:
             data.view(np.uint8)[...] = np.arange(128) + 100
         return SimpleNamespace(_data=data)
 
-    def init(self, device: str, uid: Any, rank: int, nranks: int, initializer_method: str) -> None:
+    def init(self, device: Any, uid: Any, rank: int, nranks: int, initializer_method: str) -> None:
         self.node = rank // 2
         self.unique = uid._data.tobytes()
-        self.asked.append(f"init {device} {rank}/{nranks} {initializer_method}")
+        self.asked.append(f"init {device.index} {rank}/{nranks} {initializer_method}")
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         self.asked.append(f"buffer {nbytes}")
@@ -167,7 +169,13 @@ def test_a_home_of_one_rank(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert x.local.tolist() == [[0] * 5] * 3
         assert x.addresses.tolist() == [x.local.data_ptr()]
         assert x.multicast == 0
-    assert library.asked == ["init device None 0/1 uid", "buffer 256", "free 256", "finalize"]
+    assert library.asked == [
+        "device None",
+        "init None 0/1 uid",
+        "buffer 256",
+        "free 256",
+        "finalize",
+    ]
 
 
 def test_memory_is_left_to_the_process_after_an_error(
@@ -184,7 +192,7 @@ def test_memory_is_left_to_the_process_after_an_error(
 
     with pytest.raises(ValueError, match="work"):
         work()
-    assert library.asked == ["init device None 0/1 uid", "buffer 256"]
+    assert library.asked == ["device None", "init None 0/1 uid", "buffer 256"]
     with pytest.raises(SymmetricMemoryError, match="after its release"):
         alone.barrier()
 
