@@ -24,6 +24,21 @@ SAMPLE = 4
 """Of the cases of a test that is marked `sweep`, the default run takes every fourth."""
 
 
+OPTIONS = {
+    "asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+    "timeout": ("timeout",),
+}
+"""Settings in pyproject.toml of plugins that a machine with GPUs may lack."""
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Accept a missing plugin's settings: --strict-config would refuse them, and all tests."""
+    for plugin, names in OPTIONS.items():
+        if not pluginmanager.hasplugin(plugin):
+            for name in names:
+                parser.addini(name, f"of pytest-{plugin}, which is not installed")
+
+
 @pytest.hookimpl(tryfirst=True)  # before the cases that are slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
