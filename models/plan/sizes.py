@@ -41,9 +41,10 @@ GROUP_TOKENS = 128
 MIN_DECODES, MIN_TOKENS = 8, 32
 """Smallest padded steps, with one token for each request and others; kernels need multiples."""
 
-PADDING = 0.5
+DECODE_PADDING, PADDING = 0.25, 0.5
 """A padded step takes at most this much longer than one without padding. With less, a server
-compiles more shapes before it is ready.
+compiles more shapes before it is ready. Steps with one token for each request get less: they are
+the most, and each is a wait between two tokens.
 """
 
 
@@ -127,20 +128,23 @@ def step_sizes(
 
     max_decodes = min(max_num_seqs, max_num_batched_tokens)
     return (
-        fewest_sizes(decoding, candidates(max_decodes, MIN_DECODES, parts)),
-        fewest_sizes(mixed, candidates(max_num_batched_tokens, MIN_TOKENS, parts)),
+        fewest_sizes(decoding, candidates(max_decodes, MIN_DECODES, parts), DECODE_PADDING),
+        fewest_sizes(mixed, candidates(max_num_batched_tokens, MIN_TOKENS, parts), PADDING),
     )
 
 
-def fewest_sizes(seconds: Callable[[int], float], candidates: Sequence[int]) -> list[int]:
+def fewest_sizes(
+    seconds: Callable[[int], float], candidates: Sequence[int], padding: float
+) -> list[int]:
     """Choose the fewest sizes that keep padding cheap.
 
-    A step may be padded to a size if that takes at most 1 + PADDING times the seconds of the
+    A step may be padded to a size if that takes at most 1 + `padding` times the seconds of the
     smallest candidate in which the step fits. The largest candidate is always chosen.
 
     Args:
         seconds: the time of a step with a candidate's size.
         candidates: possible sizes, ascending.
+        padding: largest share of a step's seconds that padding adds.
 
     Returns:
         Some candidates, ascending.
@@ -149,7 +153,7 @@ def fewest_sizes(seconds: Callable[[int], float], candidates: Sequence[int]) -> 
     longest = seconds(candidates[-1])
     for size in reversed(candidates):
         own = seconds(size)
-        if longest > (1 + PADDING) * own:
+        if longest > (1 + padding) * own:
             chosen.append(size)
             longest = own
     return chosen[::-1]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from weft.errors import ConfigError
 from weft.models.plan.choices import Limits, fewest_ranks
 from weft.models.plan.hardware import Slice
-from weft.models.plan.sizes import PADDING, block_size, step_sizes
+from weft.models.plan.sizes import DECODE_PADDING, PADDING, block_size, step_sizes
 from weft.models.plan.step import anonymous
 from weft.models.plan.switches import Torus
 from weft.models.spec.layout import Layout, check_layout
@@ -84,7 +84,8 @@ def _sizes(
     )
     yield (
         f"steps with one token for each request are padded to {_listed(decodes)} tokens, others to "
-        f"{_listed(others)}: padding adds at most {PADDING:.0%} to a step's seconds"
+        f"{_listed(others)}: padding adds at most {DECODE_PADDING:.0%} and {PADDING:.0%} to a "
+        "step's seconds"
     )
 
 

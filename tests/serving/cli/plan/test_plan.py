@@ -298,7 +298,7 @@ def test_why_tells_the_decisions_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert re.search(
         r"  steps with one token for each request are padded to [\d, ]+, 128 tokens, others to "
-        r"[\d, ]+, 2048: padding adds at most 50% to a step's seconds\n",
+        r"[\d, ]+, 2048: padding adds at most 25% and 50% to a step's seconds\n",
         text,
     )
     assert "  32: tokens are replicated: all layers' products and exchanges take" in text
