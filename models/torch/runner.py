@@ -250,16 +250,19 @@ class TorchRunner:
             self._graphs.record()
         tokens = min(WARM_UP_TOKENS, self._block_size, self._max_tokens)
         for step in (
-            _single_request(range(tokens), SlotSampling(slot=0)),
-            _single_request(range(tokens - 1, tokens)),
+            _equal_requests(range(tokens), SlotSampling(slot=0)),
+            _equal_requests(range(tokens - 1, tokens)),
         ):
             self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
         if self._device.type == "cuda":
-            chunks = [range(tokens) for tokens in warm_up.prompts(self._max_tokens)]
+            chunks = [(1, range(tokens)) for tokens in warm_up.prompts(self._max_tokens)]
             if self._graphs is None:
-                chunks += [range(n - 1, n) for n in warm_up.contexts(self._max_model_len)]
-            for positions in chunks:
-                step = _single_request(positions, blocks=-(-positions.stop // self._block_size))
+                most = min(len(self._newest_token), self._max_tokens)
+                decodes = warm_up.decodes(most, self._max_model_len)
+                chunks += [(requests, range(n - 1, n)) for requests, n in decodes]
+            for requests, positions in chunks:
+                blocks = -(-positions.stop // self._block_size)
+                step = _equal_requests(positions, requests=requests, blocks=blocks)
                 self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
             from weft.kernels.gpu.runtime.compilations import Compilations  # imports triton
 
@@ -471,21 +474,23 @@ class TorchRunner:
         return torch.stack(sums).cpu().numpy()
 
 
-def _single_request(positions: range, *new_slots: SlotSampling, blocks: int = 1) -> StepInput:
-    """Make a step with one request in slot 0; all its tokens are 0, all its blocks are block 0."""
-    tokens = len(positions)
-    zero = np.zeros(1, np.int32)
+def _equal_requests(
+    positions: range, *new_slots: SlotSampling, requests: int = 1, blocks: int = 1
+) -> StepInput:
+    """Make a step with equal requests in the first slots; all tokens are 0, all blocks block 0."""
+    starts = len(positions) * np.arange(requests + 1, dtype=np.int32)
+    slots = np.arange(requests, dtype=np.int32)
     return StepInput(
         step=0,
-        token_ids=np.zeros(tokens, np.int32),
-        positions=np.array(positions, np.int32),
-        query_start=np.array([0, tokens], np.int32),
-        context_len=np.array([positions.stop], np.int32),
-        block_table=np.zeros((1, blocks), np.int32),
-        slot=zero,
-        sample_index=np.array([tokens - 1], np.int32),
-        sample_slot=zero,
-        output_index=zero,
+        token_ids=np.zeros(starts[-1], np.int32),
+        positions=np.tile(np.array(positions, np.int32), requests),
+        query_start=starts,
+        context_len=np.full(requests, positions.stop, np.int32),
+        block_table=np.zeros((requests, blocks), np.int32),
+        slot=slots,
+        sample_index=starts[1:] - 1,
+        sample_slot=slots,
+        output_index=np.zeros(requests, np.int32),
         new_slots=new_slots,
     )
 

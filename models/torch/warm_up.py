@@ -6,8 +6,8 @@ A kernel's constants depend on a step's numbers in three ways:
   (kernels/gpu/tuning). Each tile has two variants: for multiples of its rows, and for others.
   Overlapped kernels count one rank's rows.
 - Attention has other tiles for few queries, and one variant for decodes alone.
-- Decodes' keys are split among 1, 2, 4, ... programs, by the context. Recorded decodes keep the
-  number from their recording.
+- Decodes' keys are split among 1, 2, 4, ... programs, by the context and the number of requests.
+  Recorded decodes keep the number from their recording.
 
 `tests/models/torch/test_warm_up.py` compares their kernels with those in many other steps.
 """
@@ -29,11 +29,14 @@ def prompts(max_tokens: int) -> list[int]:
     return sorted(each for each in found if each <= max_tokens)
 
 
-def contexts(max_model_len: int) -> list[int]:
-    """Return the contexts of single decodes to compute, ascending: powers of two, and the longest.
+def decodes(max_requests: int, max_model_len: int) -> list[tuple[int, int]]:
+    """Return the numbers of requests with one token each, and their contexts, to compute.
 
     Args:
+        max_requests: maximum number of requests in a step.
         max_model_len: maximum number of tokens in a request.
     """
-    powers = (1 << exponent for exponent in range(8, max_model_len.bit_length()))
-    return sorted({max_model_len, *powers})
+    lengths = {max_model_len, *(1 << n for n in range(8, max_model_len.bit_length()))}
+    requests = {1 << n for n in range(max_requests.bit_length())}
+    alone = [(1, length) for length in sorted(lengths)]
+    return alone + [(number, max_model_len) for number in sorted(requests - {1})]

@@ -131,8 +131,8 @@ def warmed(layout: Layout, graphs: bool) -> Iterator[Shape]:
         for size in buckets(layout, MAX_SEQS, MAX_TOKENS, overlapped=overlapped):
             yield Shape(size, 1, MAX_LEN)
     else:
-        for context in warm_up.contexts(MAX_LEN):
-            yield Shape(1, 1, context)
+        for requests, context in warm_up.decodes(MAX_SEQS, MAX_LEN):
+            yield Shape(requests, 1, context)
 
 
 def others(graphs: bool) -> Iterator[Shape]:
