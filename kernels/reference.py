@@ -7,7 +7,7 @@ shapes of its kernel, which may return a lower precision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -272,19 +272,6 @@ def moe(
     return out
 
 
-def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the k largest numbers in each row [R, V], by column; among equals, the lowest column
-    wins.
-
-    Returns:
-        float32 [R, k], int32 [R, k].
-    """
-    rows = x.float().tolist()
-    chosen = [sorted(sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]) for row in rows]
-    ids = torch.tensor(chosen, dtype=torch.int64).view(len(x), k)
-    return x.float().gather(1, ids), ids.to(torch.int32)
-
-
 def moe_routes(
     expert_ids: Sequence[Tensor], slots: Sequence[int]
 ) -> list[list[tuple[int, int, int]]]:
@@ -406,6 +393,39 @@ def uniform(seed: int, index: int) -> float:
 
     state = (mix(seed % 2**64) + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     return (mix(state) >> 16) / 2**48
+
+
+def edit_logits(
+    logits: Tensor,
+    *,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    bias: Mapping[int, float] | None = None,
+    ended: Sequence[int] = (),
+    allowed: Sequence[int] | None = None,
+) -> Tensor:
+    """Return one row of logits with penalties, biases and masks applied in this order: float32 [V].
+
+    The repetition penalty divides positive logits of all earlier tokens, and multiplies negative
+    ones (Keskar et al. 2019, section 4.1). The others are subtracted for tokens in the output:
+    presence once, frequency for each occurrence. Tokens in `ended`, or outside `allowed`, get -inf.
+    """
+    out = logits.float().clone()
+    for token in {*prompt, *output}:
+        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+        if token in output:
+            out[token] = out[token] - presence - frequency * list(output).count(token)
+    for token, value in (bias or {}).items():
+        out[token] += value
+    out[list(ended)] = -torch.inf
+    if allowed is not None:
+        kept = torch.full_like(out, -torch.inf)
+        kept[list(allowed)] = out[list(allowed)]
+        out = kept
+    return out
 
 
 def draw(logits: Tensor, u: float, **settings: Any) -> int:

@@ -33,7 +33,6 @@ WAITING = {
     "weft.kernels.gpu.matmul.decomposed": "compared with fused products on a machine with GPUs",
     "weft.kernels.gpu.matmul.matmul": "torch's product; ours is compared on a machine with GPUs",
     "weft.kernels.gpu.rowwise.activation": "fp8 products are not served yet",
-    "weft.kernels.gpu.rowwise.sampling": "the sampler draws with torch's operators",
     "weft.kernels.gpu.runtime.launches": "records launches for the checks and for tuning",
     "weft.kernels.gpu.runtime.nvshmem": BEYOND,
     "weft.kernels.gpu.tuning.clock": TUNED,

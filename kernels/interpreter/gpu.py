@@ -3,6 +3,7 @@
 Stock Triton runs kernels on NumPy with TRITON_INTERPRET=1. Overlapped kernels need more, so
 `installed` replaces its builder. The new builder
 
+- computes fused multiply-adds with one rounding;
 - computes bfloat16, which Triton 3.6 to 3.9 store as uint16 and add as such, and rounds to fp8 as
   GPUs do;
 - sums int32 in 32 bits, where Triton switches to 64 and writes 64 bits to an int32;
@@ -158,6 +159,23 @@ def to_float8(numbers: Array) -> Array:
     return bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
+def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
+    """Compute x * y + z of float32 with one rounding; Triton 3.6 rounds twice.
+
+    float64 holds the product exactly. Where it rounds the sum, the last bit is set to odd, so that
+    the second rounding is right (Boldo and Melquiond 2008).
+    """
+    product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)  # Knuth's exact sum
+    even = (np.atleast_1d(total).view(np.int64).reshape(total.shape) & 1) == 0
+    toward = np.where(error > 0, np.inf, -np.inf)
+    inexact = (error != 0) & np.isfinite(error)
+    odd = np.where(inexact & even, np.nextafter(total, toward), total)
+    return odd.astype(np.float32)
+
+
 def _is_bfloat16(handle: Handle) -> bool:
     return bool(handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16)
 
@@ -290,6 +308,11 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
             return self.cast_impl(src, dst_type)
         return super().create_fp_to_fp(src, dst_type, rounding_mode)
 
+    def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
+        if x.data.dtype != np.float32:
+            return super().create_fma(x, y, z)
+        return Handle(fused_multiply_add(x.data, y.data, z.data), tl.float32)
+
     def create_dot(self, a: Handle, b: Handle, d: Handle, *rest: Any) -> Handle:
         return super().create_dot(_widened(a), _widened(b), d, *rest)
 
@@ -393,13 +416,12 @@ _original_call = interpreter.GridExecutor.__call__
 
 def _call(executor: Any, *args: Any, **kwargs: Any) -> None:
     observer = _observer()
-    if observer is None:
+    if observer is not None:
+        observer.launched()
+    with np.errstate(all="ignore"):  # numbers may overflow, as on a GPU
         _original_call(executor, *args, **kwargs)
-        return
-    observer.launched()
-    with np.errstate(all="ignore"):  # garbage may overflow, as on a GPU
-        _original_call(executor, *args, **kwargs)
-    observer.finished()
+    if observer is not None:
+        observer.finished()
 
 
 _stock_np_dtype = interpreter._get_np_dtype

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,54 +78,59 @@ def share_of(share: Tensor, total: Tensor) -> Tensor:
     return (high * top << 24) + high * middle + low * top + carried
 
 
+class Shaping(NamedTuple):
+    """How to draw from each of R rows.
+
+    Attributes:
+        temperature: float32 [R]; scaled so that one logit less halves a token's weight.
+        min_log_weight: float32 [R]; log2 of the weight that min-p requires.
+        top_k: int64 [R]; V keeps all tokens.
+        tail: int64 [R]; the fraction that top-p cuts off, in units of 1 / ONE.
+        u: int64 [R]; the uniform number, in units of 1 / ONE, less than ONE.
+    """
+
+    temperature: Tensor
+    min_log_weight: Tensor
+    top_k: Tensor
+    tail: Tensor
+    u: Tensor
+
+    @classmethod
+    def of(cls, settings: Sequence[SlotSampling], u: Tensor, columns: int) -> Shaping:
+        """Prepare settings for rows with V `columns`, on the device of u, float64 [R]."""
+        device = u.device
+        temperature = torch.tensor(
+            [s.temperature for s in settings], dtype=torch.float32, device=device
+        )
+        top_k = [s.top_k if 0 < s.top_k < columns else columns for s in settings]
+        tail = [round((1 - s.top_p) * ONE) for s in settings]
+        return cls(
+            temperature.mul_(math.log(2)).clamp_(min=torch.finfo(torch.float32).tiny),
+            torch.tensor([math.log2(s.min_p or 2.0**-149) for s in settings], device=device),
+            torch.tensor(top_k, dtype=torch.int64, device=device),
+            torch.tensor(tail, dtype=torch.int64, device=device),
+            (u * ONE).long(),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """R rows, and how to draw from them.
 
     Attributes:
         logits: float32 [R, V].
-        temperature: float32 [R]; scaled so that one logit less halves a token's weight.
-        top_k: int64 [R]; V keeps all tokens.
-        tail: int64 [R]; the fraction that top-p cuts off, in units of 1 / ONE.
-        min_log_weight: float32 [R]; log2 of the weight that min-p requires.
-        u: int64 [R]; the uniform number, in units of 1 / ONE, less than ONE.
+        how: for each row.
     """
 
     logits: Logits
-    temperature: Tensor
-    top_k: Tensor
-    tail: Tensor
-    min_log_weight: Tensor
-    u: Tensor
-
-    @classmethod
-    def of(cls, logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> _Rows:
-        """Prepare what `draw` was given, or `draw_in_place`."""
-        columns, device = logits.shape[1], u.device
-        temperature = torch.tensor(
-            [s.temperature for s in settings], dtype=torch.float32, device=device
-        )
-        top_k = [s.top_k if 0 < s.top_k < columns else columns for s in settings]
-        return cls(
-            logits,
-            temperature.mul_(math.log(2)).clamp_(min=torch.finfo(torch.float32).tiny),
-            torch.tensor(top_k, device=device),
-            torch.tensor([round((1 - s.top_p) * ONE) for s in settings], device=device),
-            torch.tensor([math.log2(s.min_p or 2.0**-149) for s in settings], device=device),
-            (u * ONE).long(),
-        )
+    how: Shaping
 
     def select(self, rows: list[int]) -> _Rows:
         """Select rows."""
-        if rows == list(range(len(self.u))):
+        if rows == list(range(len(self.how.u))):
             return self
         return _Rows(
-            self.logits.float_rows(rows),
-            self.temperature[rows],
-            self.top_k[rows],
-            self.tail[rows],
-            self.min_log_weight[rows],
-            self.u[rows],
+            self.logits.float_rows(rows), Shaping(*(numbers[rows] for numbers in self.how))
         )
 
     def scale(self, logits: Tensor, largest: Tensor, out: Tensor | None = None) -> Tensor:
@@ -133,15 +139,15 @@ class _Rows:
         A row with only -inf stays so.
         """
         largest = largest.masked_fill(largest == -torch.inf, 0.0)
-        return torch.sub(logits, largest[:, None], out=out).div_(self.temperature[:, None])
+        return torch.sub(logits, largest[:, None], out=out).div_(self.how.temperature[:, None])
 
     def target(self, total: Tensor) -> Tensor:
         """Return the running sum at which the token is drawn: int64 [R], in [0, total), or 0."""
-        return share_of(self.u, total)
+        return share_of(self.how.u, total)
 
     def nucleus(self, total: Tensor) -> Tensor:
         """Return the mass that top-p keeps: int64 [R], in [1, total]; 0 if the total is 0."""
-        return (total - share_of(self.tail, total)).clamp(min=1).minimum(total)
+        return (total - share_of(self.how.tail, total)).clamp(min=1).minimum(total)
 
 
 def draws_in_place(logits: Logits) -> bool:
@@ -172,13 +178,13 @@ def draw_in_place(
     Returns:
         int64 [D].
     """
-    of = _Rows.of(logits, settings, u)
+    shaping = Shaping.of(settings, u, logits.shape[1])
     how = np.zeros(len(rows), DRAW)
     how["row"] = rows
     for name in ("min_log_weight", "top_k", "tail", "u"):
-        how[name] = getattr(of, name).numpy()
+        how[name] = getattr(shaping, name).numpy()
     greedy = np.array([s.temperature == 0.0 for s in settings])
-    how["temperature"] = np.where(greedy, 0.0, of.temperature.numpy())
+    how["temperature"] = np.where(greedy, 0.0, shaping.temperature.numpy())
     how["mask"] = mask_of or -1
     changes = None
     if edits is not None and len(edits.rows):
@@ -207,8 +213,8 @@ def draw(logits: Logits, settings: Sequence[SlotSampling], u: Tensor) -> Tensor:
     if draws_in_place(logits):
         return draw_in_place(logits, range(len(logits)), settings, u)
     vocab_size, device = logits.shape[1], u.device
-    rows = _Rows.of(logits, settings, u)
-    top_k: list[int] = rows.top_k.tolist()
+    rows = _Rows(logits, Shaping.of(settings, u, vocab_size))
+    top_k: list[int] = rows.how.top_k.tolist()
     widths = [_num_candidates(k, s, vocab_size) for k, s in zip(top_k, settings, strict=True)]
     narrow = [i for i, width in enumerate(widths) if width]
     whole_rows = [i for i, width in enumerate(widths) if not width]
@@ -282,12 +288,12 @@ def _draw_from_candidates(rows: _Rows, width: int) -> tuple[Tensor, Tensor, _Who
     scaled = rows.scale(values, largest)
     other = rows.scale(unlisted[:, None], largest)[:, 0]  # upper bound for all other tokens
     weights = weigh(scaled)
-    by_k = rows.top_k < vocab_size
-    kth = scaled.gather(1, (rows.top_k - 1).clamp(max=last_place)[:, None])[:, 0]
+    by_k = rows.how.top_k < vocab_size
+    kth = scaled.gather(1, (rows.how.top_k - 1).clamp(max=last_place)[:, None])[:, 0]
     floor = kth.masked_fill(~by_k, -torch.inf)
     weights.mul_(scaled >= floor[:, None])
     whole = None
-    if (by_p := rows.tail > 0).any():
+    if (by_p := rows.how.tail > 0).any():
         total = weights.sum(-1)
         if open_ended := (by_p & ~by_k).nonzero().flatten().tolist():
             whole = _WholeRows.compute(open_ended, rows.select(open_ended), largest[open_ended])
@@ -295,7 +301,7 @@ def _draw_from_candidates(rows: _Rows, width: int) -> tuple[Tensor, Tensor, _Who
         last = (weights.cumsum(-1) < rows.nucleus(total)[:, None]).sum(-1)
         nth = scaled.gather(1, last.clamp(max=last_place)[:, None])[:, 0]
         floor = floor.maximum(nth.masked_fill(~by_p | (last > last_place), -torch.inf))
-    floor = floor.maximum(rows.min_log_weight)
+    floor = floor.maximum(rows.how.min_log_weight)
     weights.mul_(scaled >= floor[:, None])
     ids, order = ids.sort(dim=-1)
     ends = weights.gather(1, order).cumsum(-1)
@@ -313,8 +319,8 @@ def _draw_from_whole_rows(rows: _Rows, whole: _WholeRows | None = None) -> Tenso
     logits = rows.logits
     whole = whole or _WholeRows.compute([], rows, logits.amax())
     scaled, weights = whole.scaled, whole.weights
-    by_k = (rows.top_k < logits.shape[1]).nonzero().flatten().tolist()
-    by_p = (rows.tail > 0).nonzero().flatten().tolist()
+    by_k = (rows.how.top_k < logits.shape[1]).nonzero().flatten().tolist()
+    by_p = (rows.how.tail > 0).nonzero().flatten().tolist()
     for cut, is_nucleus in ((by_k, False), (by_p, True)):
         if not cut:
             continue
@@ -322,12 +328,12 @@ def _draw_from_whole_rows(rows: _Rows, whole: _WholeRows | None = None) -> Tenso
         if is_nucleus:
             targets, mass = rows.select(cut).nucleus(logits.group.sum(kept.sum(-1))), kept
         else:
-            targets, mass = rows.top_k[cut], torch.ones_like(kept)
+            targets, mass = rows.how.top_k[cut], torch.ones_like(kept)
         kept.mul_(selected >= _floors(selected, mass, targets, logits)[:, None])
         if kept is not weights:
             weights[cut] = kept
-    if (rows.min_log_weight > -BITS - 1).any():
-        weights.mul_(scaled >= rows.min_log_weight[:, None])
+    if (rows.how.min_log_weight > -BITS - 1).any():
+        weights.mul_(scaled >= rows.how.min_log_weight[:, None])
     return _inverse_cdf(weights, rows)
 
 

@@ -44,7 +44,7 @@ from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.models.interface import StepInput
 from weft.models.spec.layout import Layout
-from weft.models.torch.inputs import PagedPlan, StepTensors, put, rows_of
+from weft.models.torch.inputs import ALIGN, PagedPlan, StepTensors, put, rows_of
 from weft.models.torch.logits import Logits
 from weft.models.torch.overlapped import DISPATCH_TOKENS
 
@@ -114,7 +114,7 @@ class Graphs:
         log: bool = True,
     ) -> None:
         width = -(-max_model_len // block_size)
-        most = _inputs(max(sizes, default=0), width, max_model_len, device)
+        self._vectors, most = _inputs(max(sizes, default=0), width, max_model_len, device)
         self._inputs = {size: _first(size, most) for size in sorted(sizes)}
         self._forward, self._device, self._log = forward, device, log
         self._most = DISPATCH_TOKENS if dp_size > 1 else None
@@ -155,29 +155,20 @@ class Graphs:
         size = next((size for size in self._inputs if size >= requests), None)
         if size is None or size not in self._replays or (np.diff(plan.query_start) != 1).any():
             return None
-        inputs, paged = self._inputs[size], self._inputs[size].plan.batch
+        paged = self._inputs[size].plan.batch
         width = plan.block_table.shape[1]
         if width > paged.block_table.shape[1]:
             return None
-        table = rows_of(plan.block_table, size, 0)
-        staged = put(
-            self._device,
+        numbers = (
             rows_of(batch.token_ids, size, 0),
             rows_of(batch.positions, size, 0),
             rows_of(plan.pages.numpy(), size, -1),
             rows_of(plan.slots.numpy(), size, 0),
             rows_of(plan.context_len, size, 0),
-            table,
         )
-        targets = (
-            inputs.token_ids,
-            inputs.positions,
-            inputs.plan.pages,
-            inputs.plan.slots,
-            paged.context_len,
-        )
-        for target, numbers in zip((*targets, paged.block_table[:, :width]), staged, strict=True):
-            target.copy_(numbers)
+        vectors, table = put(self._device, np.stack(numbers), rows_of(plan.block_table, size, 0))
+        self._vectors[:, :size].copy_(vectors)
+        paged.block_table[:, :width].copy_(table)
         out = self._replays[size]()
         return Forward(out.hidden[:requests], out.logits.select(slice(requests)))
 
@@ -215,17 +206,27 @@ def _first(size: int, inputs: StepTensors) -> StepTensors:
     )
 
 
-def _inputs(size: int, width: int, max_context: int, device: torch.device) -> StepTensors:
-    """Make buffers for `size` requests, all of them padding."""
+def _inputs(
+    size: int, width: int, max_context: int, device: torch.device
+) -> tuple[Tensor, StepTensors]:
+    """Make buffers for `size` requests, all of them padding.
+
+    Returns:
+        int32 [5, >= size], the vectors that each step fills: token ids, positions, pages, slots and
+        contexts;
+        the buffers, which contain these vectors.
+    """
 
     def filled(value: int, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
+    vectors = filled(0, 5, -(-size // ALIGN) * ALIGN)
+    token_ids, positions, pages, slots, context_len = (vector[:size] for vector in vectors)
+    pages.fill_(-1)
     starts = torch.from_numpy(np.arange(size + 1, dtype=np.int32)).to(device)
     paged = PagedBatch(
-        *(starts, filled(0, size), filled(0, size, width), filled(0, size)),
+        *(starts, context_len, filled(0, size, width), filled(0, size)),
         max_queries=1,
         max_context=max_context,
     )
-    plan = PagedPlan(filled(-1, size), filled(0, size), paged)
-    return StepTensors(filled(0, size), filled(0, size), plan)
+    return vectors, StepTensors(token_ids, positions, PagedPlan(pages, slots, paged))

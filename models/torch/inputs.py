@@ -10,8 +10,8 @@ are not multiples of 16 bytes; alignment would otherwise change with the step's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,16 @@ def put(device: torch.device, *arrays: IntArray) -> list[Tensor]:
     ]
 
 
+def put_as_is(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+    """Copy arrays with 4 or 8 bytes a number to a device, in their dtypes."""
+    arrays = tuple(np.ascontiguousarray(array) for array in arrays)
+    words = put(device, *(array.ravel().view(np.int32) for array in arrays))
+    return [
+        part.view(torch.from_numpy(array).dtype).view(array.shape)
+        for part, array in zip(words, arrays, strict=True)
+    ]
+
+
 def put_step(device: torch.device, batch: StepInput, plan: AttentionPlan) -> StepTensors:
     """Copy a step to the device without padding."""
     token_ids, positions, pages, slots, query_start, context_len, table = put(
@@ -89,15 +99,6 @@ def put_step(device: torch.device, batch: StepInput, plan: AttentionPlan) -> Ste
         max_context=int(plan.context_len.max()),
     )
     return StepTensors(token_ids, positions, PagedPlan(pages, slots, paged))
-
-
-def read_back(tensors: Sequence[Tensor]) -> list[IntArray]:
-    """Copy integers from several tensors to the host at once; the host waits for the device."""
-    if not tensors:
-        return []
-    sizes = [tensor.numel() for tensor in tensors]
-    numbers = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu().numpy()
-    return np.split(numbers, np.cumsum(sizes)[:-1])
 
 
 def rows_of(array: Int32, count: int, fill: int) -> Int32:

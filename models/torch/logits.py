@@ -1,10 +1,11 @@
-"""Logits with their columns split over ranks: ranks exchange small summaries, never a whole row.
+"""Logits with their columns split over ranks, which exchange small summaries on a CPU.
 
 | method | each rank sends for a row |
 | --- | --- |
 | argmax, amax | its largest number, and where |
 | candidates, top | its largest k numbers, and where |
 | score | the log of its sum of exponentials, one logit, and how many logits are larger |
+| deal | its columns of the row, to one rank; GPUs then draw without waiting for the host |
 
 Every result is the same on all ranks. Except for rounding in `score`, it does not depend on the
 number of ranks.
@@ -59,6 +60,23 @@ class Logits:
     def select(self, index: Tensor | slice) -> Logits:
         """Select rows in their dtype; shares memory if `index` is a slice."""
         return Logits(self.local[index], self.shape[1], self.group)
+
+    def deal(self, rows: Tensor) -> Tensor:
+        """Deal out some rows, so that each rank has whole ones.
+
+        Args:
+            rows: int64 [D].
+
+        Returns:
+            [n, V], n = ceil(D / size); rank r has the rows from r n to before (r + 1) n. Behind the
+            D rows there are zeros.
+        """
+        ranks = self.group.size
+        each = -(-len(rows) // ranks)
+        sent = self.local.new_zeros(ranks * each, self.each)
+        sent[: len(rows), : self.local.shape[1]] = self.local[rows]
+        parts = self.group.all_to_all(sent.view(ranks, each, self.each))
+        return parts.transpose(0, 1).contiguous().view(each, -1)[:, : self.shape[1]]
 
     def argmax(self) -> tuple[Tensor, Tensor]:
         """Find each row's largest number and its first column; NaN if the row has one.

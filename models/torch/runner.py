@@ -6,14 +6,15 @@ newest token. All ranks in a data-parallel attention group run the same steps an
 tokens. With pipeline stages, the first one embeds, the last one samples, and hidden states pass
 between neighbours.
 
-On a GPU, the host waits for the device once per step: it reads greedy tokens, and whether waits for
-other ranks timed out. Other sampling methods wait more often.
+On a GPU, `dispatch` begins a step without waiting for the device, and returns a function that waits
+for its result. The host can therefore prepare the next step meanwhile. Pipeline stages exchange
+tokens through their hosts, so they run one step after the other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +30,6 @@ from weft.kernels.symmetric.memory import Home
 from weft.models.checkpoint.weights import Progress, Weights
 from weft.models.interface import (
     NO_VECTORS,
-    NONE,
-    Float32,
     Int32,
     Logprobs,
     Size,
@@ -46,14 +45,15 @@ from weft.models.torch.cpu_model import CpuModel
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.logits import Logits
 from weft.models.torch.pipe import Pipe
-from weft.models.torch.sampler import Masks, Sampler
+from weft.models.torch.results import Results
+from weft.models.torch.sampler import Masks, Sampler, Scores, score
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.runtime.compilations import Compilations
     from weft.models.torch.exchange import Exchange
     from weft.models.torch.gpu_model import GpuModel
     from weft.models.torch.graphs import Forward, Graphs
-    from weft.models.torch.inputs import IntArray, StepTensors
+    from weft.models.torch.inputs import StepTensors
 
 Int64 = npt.NDArray[np.int64]
 
@@ -111,7 +111,13 @@ class TorchRunner:
         self._max_model_len = max_model_len
         self._cache: list[LayerCache] = []
         self._device = device
-        self._sampler = Sampler(vocab_size, max_num_seqs, device)
+        if isinstance(model, CpuModel):
+            self._sampler = Sampler(vocab_size, max_num_seqs, device)
+        else:
+            from weft.models.torch.gpu_sampler import GpuSampler  # imports triton
+
+            self._sampler = GpuSampler(vocab_size, max_num_seqs, device)
+        self._free_at = 0.0
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._compilations: Compilations | None = None
         self._graphs: Graphs | None = None
@@ -207,7 +213,8 @@ class TorchRunner:
                     compress=compress_weights,
                     groups=groups,
                 )
-        return cls(
+        dispatches = home is not None and layout.pp == 1
+        return (DispatchingTorchRunner if dispatches else cls)(
             model,
             layout.local(spec),
             pipe=groups.pipe,
@@ -268,20 +275,40 @@ class TorchRunner:
 
             self._compilations = Compilations()
 
-    @torch.inference_mode()
     def step(self, batch: StepInput) -> StepOutput:
         """See `ModelRunner.step`."""
-        output = self._step(batch)
-        if self._compilations is None:
-            return output
-        return replace(output, compilations=self._compilations.take())
+        return self._begin(batch)()
 
-    def _step(self, batch: StepInput) -> StepOutput:
-        started = self._clock()
+    @torch.inference_mode()
+    def _begin(self, batch: StepInput) -> Callable[[], StepOutput]:
+        """Run a step, or launch it on a GPU; return a function that waits for its result."""
+        began = self._clock()
+        results = Results(self._device)
+        output = self._launch(batch, results)
+        faults = []
+        if not isinstance(self._model, CpuModel):
+            faults = [results.fetch(fault) for fault in self._model.exchange.faults()]
+        results.end()
+        compilations = 0 if self._compilations is None else self._compilations.take()
+
+        def finish() -> StepOutput:
+            results.wait()
+            if not isinstance(self._model, CpuModel):
+                # If a wait for another rank timed out, all results after it are garbage.
+                self._model.exchange.check([fault.tolist() for fault in faults])
+            result = output()
+            # The device began this step when it had done the one before.
+            ended = self._clock()
+            seconds, self._free_at = ended - max(began, self._free_at), ended
+            return replace(result, step=batch.step, seconds=seconds, compilations=compilations)
+
+        return finish
+
+    def _launch(self, batch: StepInput, results: Results) -> Callable[[], StepOutput]:
+        """Run a step, or launch it; return a function that reads what `results` has fetched."""
         if not len(batch.token_ids):
             self._model.run_empty(batch.group_sizes)
-            self._read_back()
-            return StepOutput(batch.step, seconds=self._clock() - started)
+            return lambda: StepOutput(batch.step)
         plan = AttentionPlan.build(
             batch.query_start,
             batch.context_len,
@@ -300,20 +327,22 @@ class TorchRunner:
             hidden = self._run(batch, plan, rows)
         if not self._pipe.is_last:
             self._pipe.send(hidden)
-            self._read_back()
-            return StepOutput(batch.step, seconds=self._clock() - started)
-        token_ids, status, logprobs = self._sample(
-            hidden, rows, batch, None if replayed is None else replayed.logits
-        )
-        return StepOutput(
-            step=batch.step,
-            token_ids=token_ids,
-            status=status,
-            logprobs=logprobs,
-            prompt_logprobs=self._score_prompts(hidden, rows, batch),
-            pooled=self._pool(hidden, rows, batch),
-            seconds=self._clock() - started,
-        )
+            return lambda: StepOutput(batch.step)
+        logits = None if replayed is None else replayed.logits
+        sampled = self._sample(hidden, rows, batch, logits, results)
+        scores = [part.each(results.fetch) for part in self._score_prompts(hidden, rows, batch)]
+        sums = self._pool(hidden, rows, batch)
+        pooled = None if sums is None else results.fetch(sums)
+
+        def read() -> StepOutput:
+            output = StepOutput(batch.step) if sampled is None else self._read_tokens(*sampled)
+            return replace(
+                output,
+                prompt_logprobs=_joined([part.on_host() for part in scores]),
+                pooled=NO_VECTORS if pooled is None else pooled.numpy(),
+            )
+
+        return read
 
     def _clock(self) -> float:
         """Read a clock in seconds that stops while this rank waits for other stages."""
@@ -383,8 +412,13 @@ class TorchRunner:
         return put(self._device, array)[0].long()
 
     def _sample(
-        self, hidden: Tensor, rows: Int64, batch: StepInput, logits: Logits | None
-    ) -> tuple[Int32, Int32, Logprobs | None]:
+        self,
+        hidden: Tensor,
+        rows: Int64,
+        batch: StepInput,
+        logits: Logits | None,
+        results: Results,
+    ) -> tuple[Tensor, Tensor, Scores | None] | None:
         """Choose the next token for each sampled row, and store it as its slot's newest.
 
         Args:
@@ -392,11 +426,11 @@ class TorchRunner:
             rows: int64 [S], sorted.
             batch: the step.
             logits: [S, vocab_size], if already computed.
+            results: fetches what is returned: tokens, status and log probabilities.
         """
         self._sampler.set_slots(batch.new_slots)
         if not len(batch.sample_index):
-            self._read_back()
-            return NONE, NONE, None
+            return None
         slots = torch.tensor(batch.sample_slot, dtype=torch.int64)
         positions = np.searchsorted(rows, batch.sample_index)
         index: Tensor | slice = slice(None)
@@ -408,10 +442,21 @@ class TorchRunner:
         )
         if self._pipe.is_first:
             self._newest_token[self._indices(batch.sample_slot)] = sampled.token_ids
-        token_ids, status = self._read_back(sampled.token_ids, sampled.status)
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.each(results.fetch)
+        return results.fetch(sampled.token_ids), results.fetch(sampled.status), logprobs
+
+    def _read_tokens(
+        self, token_ids: Tensor, status: Tensor, logprobs: Scores | None
+    ) -> StepOutput:
+        """Read what `_sample` fetched."""
         if not self._pipe.is_first:
-            self._pipe.send_back(torch.from_numpy(token_ids))
-        return token_ids.astype(np.int32), status.astype(np.int32), sampled.logprobs
+            self._pipe.send_back(token_ids)
+        return StepOutput(
+            0,
+            token_ids.numpy().astype(np.int32),
+            status.numpy(),
+            None if logprobs is None else logprobs.on_host(),
+        )
 
     def _masks(self, batch: StepInput) -> Masks | None:
         """Copy the grammar masks to the device, if any row has one."""
@@ -425,53 +470,49 @@ class TorchRunner:
             bits = put(self._device, batch.token_mask)[0]
         return Masks(batch.masked.tolist(), bits)
 
-    def _read_back(self, *results: Tensor) -> list[IntArray]:
-        """Copy the step's results to the host.
-
-        Raises:
-            KernelError: a wait for another rank timed out; all results after it are garbage.
-        """
-        if isinstance(self._model, CpuModel):
-            return [result.numpy() for result in results]
-        from weft.models.torch.inputs import read_back
-
-        exchange = self._model.exchange
-        if self._device.type == "cuda" and not self._pipe.is_last:
-            # Without this wait, nothing might be read, and a stuck stage would look finished.
-            torch.cuda.current_stream(self._device).synchronize()
-        faults = exchange.faults()
-        host_values = read_back([*results, *faults])
-        exchange.check([fault.tolist() for fault in host_values[len(results) :]])
-        return host_values[: len(results)]
-
-    def _score_prompts(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Logprobs | None:
+    def _score_prompts(self, hidden: Tensor, rows: Int64, batch: StepInput) -> list[Scores]:
         """Score prompt tokens, a few rows at a time; arguments as in `_sample`."""
         count = len(batch.prompt_logprob_index)
         if not count:
-            return None
+            return []
         scored_rows = self._indices(np.searchsorted(rows, batch.prompt_logprob_index))
+        targets = self._indices(batch.prompt_logprob_target)
         parts = []
         for start in range(0, count, PROMPT_LOGPROB_ROWS):
             chunk = slice(start, start + PROMPT_LOGPROB_ROWS)
             logits = self._model.logits(hidden[scored_rows[chunk]])
-            targets = self._indices(batch.prompt_logprob_target[chunk])
-            parts.append(self._sampler.prompt_logprobs(logits, targets, batch.prompt_logprob_top))
-        return Logprobs(
-            chosen=np.concatenate([part.chosen for part in parts]),
-            rank=np.concatenate([part.rank for part in parts]),
-            top_ids=np.concatenate([part.top_ids for part in parts]),
-            top=np.concatenate([part.top for part in parts]),
-        )
+            parts.append(score(logits, targets[chunk], batch.prompt_logprob_top))
+        return parts
 
-    def _pool(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Float32:
+    def _pool(self, hidden: Tensor, rows: Int64, batch: StepInput) -> Tensor | None:
         """Sum hidden states, float32 [E, hidden]; arguments as in `_sample`."""
         if not len(batch.pool_count):
-            return NO_VECTORS
+            return None
         index = self._indices(np.searchsorted(rows, batch.pool_index))
         states = self._model.final_norm(hidden[index]).float()
         # Sum each request separately, so that non-finite numbers stay in their own sum.
         sums = [own.sum(0) for own in states.split_with_sizes(batch.pool_count.tolist())]
-        return torch.stack(sums).cpu().numpy()
+        return torch.stack(sums)
+
+
+class DispatchingTorchRunner(TorchRunner):
+    """A TorchRunner on a GPU, without other pipeline stages. A DispatchingRunner."""
+
+    def dispatch(self, batch: StepInput) -> Callable[[], StepOutput]:
+        """See `DispatchingRunner.dispatch`."""
+        return self._begin(batch)
+
+
+def _joined(parts: Sequence[Logprobs]) -> Logprobs | None:
+    """Concatenate the log probabilities of several chunks; None if there are none."""
+    if not parts:
+        return None
+    return Logprobs(
+        chosen=np.concatenate([part.chosen for part in parts]),
+        rank=np.concatenate([part.rank for part in parts]),
+        top_ids=np.concatenate([part.top_ids for part in parts]),
+        top=np.concatenate([part.top for part in parts]),
+    )
 
 
 def _equal_requests(

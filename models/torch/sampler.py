@@ -1,4 +1,4 @@
-"""Logits to tokens, for a whole batch at once.
+"""Logits to tokens on a CPU, for a whole batch at once; gpu_sampler.py does the same on GPUs.
 
 For each row, penalties change the logits, then logit bias, then the suppression of end tokens, then
 the grammar's mask. Finally draw.py shapes the distribution and draws from it.
@@ -16,12 +16,10 @@ Not handled: beam search.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,8 +31,34 @@ from weft.models.torch.logits import Logits
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Log probabilities of N tokens; see Logprobs.
+
+    Attributes:
+        chosen: float32 [N].
+        rank: int32 [N].
+        top_ids: int32 [N, k].
+        top: float32 [N, k].
+    """
+
+    chosen: Tensor
+    rank: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Scores:
+        """Change all four tensors."""
+        return Scores(*map(change, (self.chosen, self.rank, self.top_ids, self.top)))
+
+    def on_host(self) -> Logprobs:
+        """Convert tensors on a CPU; shares their memory."""
+        parts = (self.chosen, self.rank, self.top_ids, self.top)
+        return Logprobs(*(part.numpy() for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token for each of S rows.
+    """One token for each of S rows, on the logits' device.
 
     Attributes:
         token_ids: int64 [S]; in [0, V) even if the row has failed.
@@ -44,7 +68,7 @@ class SampledTokens:
 
     token_ids: Tensor
     status: Tensor
-    logprobs: Logprobs | None
+    logprobs: Scores | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +109,8 @@ class Sampler:
         device: the logits' device.
     """
 
+    HISTORY = torch.int64
+
     def __init__(
         self, vocab_size: int, max_num_seqs: int, device: torch.device | str = "cpu"
     ) -> None:
@@ -93,7 +119,7 @@ class Sampler:
         self._settings = [SlotSampling(slot) for slot in range(max_num_seqs)]
         self._end_tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]
         # A row has the slot's distinct prompt tokens, then its output tokens. Widened on demand.
-        self._history = torch.zeros(max_num_seqs, 0, dtype=torch.int64, device=self._device)
+        self._history = torch.zeros(max_num_seqs, 0, dtype=self.HISTORY, device=self._device)
         self._prompt_len = [0] * max_num_seqs
 
     def set_slots(self, new_slots: tuple[SlotSampling, ...]) -> None:
@@ -106,10 +132,10 @@ class Sampler:
             ]
             if settings.needs_history:
                 prompt = sorted(set(settings.prompt_token_ids))
-                tokens = torch.tensor([*prompt, *settings.output_token_ids], dtype=torch.int64)
+                tokens = [*prompt, *settings.output_token_ids]
                 self._prompt_len[settings.slot] = len(prompt)
                 self._reserve_history(len(tokens))
-                self._history[settings.slot, : len(tokens)] = tokens.to(self._device)
+                self._history[settings.slot, : len(tokens)] = self._put(tokens)
 
     def sample(
         self, logits: Logits, slots: Tensor, output_index: Tensor, masks: Masks | None = None
@@ -128,12 +154,39 @@ class Sampler:
         index: list[int] = output_index.tolist()
         largest, token_ids = logits.argmax()
         finite = largest.isfinite()
-        status = torch.where(finite, FINITE, NOT_FINITE).to(torch.int32)
+        self._choose(logits, settings, index, masks, finite, token_ids)
+        self._remember(token_ids, settings, index)
+        return SampledTokens(
+            token_ids,
+            torch.where(finite, FINITE, NOT_FINITE).to(torch.int32),
+            sampled_scores(logits, token_ids, settings, self._put),
+        )
 
+    def _choose(
+        self,
+        logits: Logits,
+        settings: Sequence[SlotSampling],
+        index: Sequence[int],
+        masks: Masks | None,
+        finite: Tensor,
+        token_ids: Tensor,
+    ) -> None:
+        """Replace the likeliest tokens, int64 [S], in rows that choose otherwise.
+
+        Args:
+            logits: [S, V].
+            settings: the rows' settings.
+            index: tokens that the rows' requests have sampled before.
+            masks: as in `sample`.
+            finite: bool [S]; rows that have not failed.
+            token_ids: int64 [S].
+        """
         masked = {} if masks is None else {row: i for i, row in enumerate(masks.rows)}
-        random = [i for i, s in enumerate(settings) if s.temperature > 0.0]
-        changed = [i for i, s in enumerate(settings) if i in masked or _changes_logits(s, index[i])]
-        special = sorted({*changed, *random})
+        special = [
+            i
+            for i, s in enumerate(settings)
+            if s.temperature > 0.0 or i in masked or changes_logits(s, index[i])
+        ]
         if draws_in_place(logits):  # no copy of the logits
             is_finite = finite.tolist()
             if rows := [i for i in special if is_finite[i]]:
@@ -152,20 +205,14 @@ class Sampler:
             if not finite[rows].all():
                 selected.local.masked_fill_(~finite[rows, None], 0.0)
             masked_rows = [(i, masked[row]) for i, row in enumerate(rows) if row in masked]
-            token_ids[rows] = self._choose(
+            token_ids[rows] = self._choose_from_copy(
                 selected,
                 [settings[i] for i in rows],
                 [index[i] for i in rows],
                 None if masks is None or not masked_rows else masks.select(masked_rows),
             )
-        self._remember(token_ids, settings, index)
-        return SampledTokens(token_ids, status, _sampled_logprobs(logits, token_ids, settings))
 
-    def prompt_logprobs(self, logits: Logits, targets: Tensor, top: int) -> Logprobs:
-        """Return log probabilities for given tokens: logits [P, V], targets int64 [P]."""
-        return _logprobs(logits, targets, top)
-
-    def _choose(
+    def _choose_from_copy(
         self,
         logits: Logits,
         settings: Sequence[SlotSampling],
@@ -188,6 +235,10 @@ class Sampler:
             token_ids[random] = draw(logits.float_rows(random), chosen, u.to(self._device))
         return token_ids
 
+    def _put(self, numbers: Sequence[int]) -> Tensor:
+        """Copy numbers to the device, as int64."""
+        return torch.tensor(numbers, dtype=torch.int64)
+
     def _edits(self, own: range, settings: Sequence[SlotSampling], index: Sequence[int]) -> Edits:
         return find_edits(own, settings, index, self._history, self._prompt_len, self._end_tokens)
 
@@ -200,7 +251,8 @@ class Sampler:
         slots = [settings[i].slot for i in rows]
         columns = [self._prompt_len[slot] + index[i] for slot, i in zip(slots, rows, strict=True)]
         self._reserve_history(max(columns) + 1)
-        self._history[slots, columns] = token_ids[rows]
+        at = self._put(slots), self._put(columns)
+        self._history[at] = token_ids[self._put(rows)].to(self.HISTORY)
 
     def _reserve_history(self, length: int) -> None:
         slots, width = self._history.shape
@@ -210,7 +262,7 @@ class Sampler:
             self._history = wider
 
 
-def _changes_logits(settings: SlotSampling, index: int) -> bool:
+def changes_logits(settings: SlotSampling, index: int) -> bool:
     """True if a request's settings change its logits, at this output index."""
     return bool(
         settings.needs_history
@@ -219,30 +271,34 @@ def _changes_logits(settings: SlotSampling, index: int) -> bool:
     )
 
 
-def _sampled_logprobs(
-    logits: Logits, token_ids: Tensor, settings: Sequence[SlotSampling]
-) -> Logprobs | None:
-    """Return log probabilities for the rows that asked; zeros in the others."""
+def sampled_scores(
+    logits: Logits,
+    token_ids: Tensor,
+    settings: Sequence[SlotSampling],
+    put: Callable[[Sequence[int]], Tensor],
+) -> Scores | None:
+    """Score sampled tokens for the rows that asked; zeros in the others.
+
+    Args:
+        logits: [S, V], unchanged.
+        token_ids: int64 [S].
+        settings: the rows' settings.
+        put: copies numbers to the device, as int64.
+    """
     rows = [i for i, s in enumerate(settings) if s.logprobs >= 0]
     if not rows:
         return None
-    selected = Logits(logits.local[rows], logits.shape[1], logits.group)
-    computed = _logprobs(selected, token_ids[rows], max(s.logprobs for s in settings))
+    at = put(rows)
+    found = score(logits.select(at), token_ids[at], max(s.logprobs for s in settings))
 
-    def spread(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        whole = np.zeros((len(settings), *part.shape[1:]), part.dtype)
-        whole[rows] = part
-        return whole
+    def spread(part: Tensor) -> Tensor:
+        whole = part.new_zeros(len(settings), *part.shape[1:])
+        return whole.index_copy_(0, at, part)
 
-    return Logprobs(
-        spread(computed.chosen),
-        spread(computed.rank),
-        spread(computed.top_ids),
-        spread(computed.top),
-    )
+    return found.each(spread)
 
 
-def _logprobs(logits: Logits, token_ids: Tensor, top: int) -> Logprobs:
+def score(logits: Logits, token_ids: Tensor, top: int) -> Scores:
     """Return log probabilities from unchanged logits: [N, V], int64 [N].
 
     Raises:
@@ -251,17 +307,18 @@ def _logprobs(logits: Logits, token_ids: Tensor, top: int) -> Logprobs:
     n, vocab_size = logits.shape
     if not 0 <= top <= vocab_size:
         raise ValueError(f"top is {top}; it must be in [0, {vocab_size}]")
-    chosen = torch.empty(n, dtype=torch.float32)
-    rank = torch.empty(n, dtype=torch.int32)
-    top_ids = torch.empty(n, top, dtype=torch.int32)
-    top_logprobs = torch.empty(n, top, dtype=torch.float32)
-    step = max(1, CHUNK_LOGITS[logits.local.device.type] // logits.each)
+    device = token_ids.device
+    floats, ints = (
+        partial(torch.empty, dtype=d, device=device) for d in (torch.float32, torch.int32)
+    )
+    out = Scores(floats(n), ints(n), ints(n, top), floats(n, top))
+    step = max(1, CHUNK_LOGITS[device.type] // logits.each)
     for start in range(0, n, step):
         rows = slice(start, start + step)
         selected = logits.float_rows(rows)
-        logit, log_sum, rank[rows] = selected.score(token_ids[rows])
-        chosen[rows] = logit - log_sum
+        logit, log_sum, out.rank[rows] = selected.score(token_ids[rows])
+        out.chosen[rows] = logit - log_sum
         if top:
-            largest, top_ids[rows] = selected.top(top)
-            top_logprobs[rows] = largest - log_sum[:, None]
-    return Logprobs(chosen.numpy(), rank.numpy(), top_ids.numpy(), top_logprobs.numpy())
+            largest, out.top_ids[rows] = selected.top(top)
+            out.top[rows] = largest - log_sum[:, None]
+    return out

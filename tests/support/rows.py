@@ -35,6 +35,9 @@ class Bounds:
     def program(self, index: interpreter.Program) -> None:
         pass
 
+    def atomics(self, atomics: object) -> None:
+        pass
+
     def access(self, kind: str, addresses: interpreter.Array, itemsize: int) -> None:
         inside = np.zeros(len(addresses), bool)
         for begin, end in self.ranges:

@@ -23,7 +23,7 @@ from weft.models.spec.layout import Layout
 from weft.models.torch.group import Group, Groups, make_groups, meet
 from weft.models.torch.logits import Logits
 from weft.models.torch.runner import TorchRunner
-from weft.models.torch.sampler import Masks, Sampler
+from weft.models.torch.sampler import Masks, Sampler, score
 
 BLOCK, BLOCKS, PROMPT, DECODES = 4, 16, 13, 6
 INTERPRETED_DECODES = 2
@@ -162,6 +162,7 @@ class Sampling:
         slots: a row for each.
         masked: every other row may have only some tokens.
         top: of the log probabilities of a prompt; -1 for none.
+        gpu: by a GPU's sampler.
     """
 
     columns: int
@@ -173,6 +174,7 @@ class Sampling:
     masked: bool = False
     top: int = -1
     steps: int = 3
+    gpu: bool = False
 
     def logits(self, step: int) -> torch.Tensor:
         """[rows, columns]."""
@@ -203,7 +205,16 @@ class Sampling:
 
     def run(self, group: Group) -> list[Any]:
         """By this rank: tokens, status and log probabilities of each step, then of a prompt."""
-        sampler = Sampler(self.columns, len(self.slots))
+        if not self.gpu:
+            return self._run(Sampler(self.columns, len(self.slots)), group)
+        os.environ["TRITON_INTERPRET"] = "1"
+        from weft.kernels.interpreter.gpu import installed
+        from weft.models.torch.gpu_sampler import GpuSampler
+
+        with installed():
+            return self._run(GpuSampler(self.columns, len(self.slots)), group)
+
+    def _run(self, sampler: Sampler, group: Group) -> list[Any]:
         sampler.set_slots(self.slots)
         each = -(-self.columns // group.size)
         own = slice(group.index * each, (group.index + 1) * each)
@@ -212,10 +223,11 @@ class Sampling:
             index = torch.tensor([len(slot.output_token_ids) + step for slot in self.slots])
             logits = Logits(self.logits(step)[:, own], self.columns, group)
             sampled = sampler.sample(logits, slots, index, self.masks(step))
-            told += [sampled.token_ids.numpy(), sampled.status.numpy(), sampled.logprobs]
+            scores = None if sampled.logprobs is None else sampled.logprobs.on_host()
+            told += [sampled.token_ids.numpy(), sampled.status.numpy(), scores]
         if self.top >= 0:
             logits = Logits(self.logits(0)[:, own], self.columns, group)
-            told.append(sampler.prompt_logprobs(logits, sampled.token_ids, self.top))
+            told.append(score(logits, sampled.token_ids, self.top).on_host())
         return told
 
 
@@ -231,6 +243,10 @@ class CountingGroup(Group):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self.bytes += (self.size - 1) * x.nbytes
         return super().gather(x)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        self.bytes += (self.size - 1) * x[0].nbytes
+        return super().all_to_all(x)
 
 
 def sample_parts(rank: int, size: int, pipe: Connection) -> None:

@@ -16,7 +16,7 @@ from weft.kernels.gpu.experts.routing import sort_by_expert
 from weft.kernels.gpu.rowwise.activation import quantize, silu_multiply
 from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
-from weft.kernels.gpu.rowwise.sampling import argmax, top_k
+from weft.kernels.gpu.rowwise.sampling import How, draw
 from weft.kernels.gpu.tuning.clock import Call
 
 GOAL = 1.2
@@ -29,8 +29,8 @@ def rows(scale: Scale, repetitions: int) -> Iterator[Case]:
         for name, make in MOVERS.items():
             yield Case(f"{name} {shape}", partial(_over_copy, scale, make, of, repetitions))
     for count, columns in scale.logits:
-        for name, find in (("argmax", _argmax), (f"top_k {scale.top_k}", _top_k)):
-            pair = partial(find, scale, count, columns)
+        for name, drawing in (("draw", _draw), (f"draw, top_k {scale.top_k}", _draw_top_k)):
+            pair = partial(drawing, scale, count, columns)
             yield Case(f"{name} of {count} x {columns}", partial(_over, scale, pair, repetitions))
     tokens, of_each, experts = scale.sorted
     name = f"sort_by_expert {tokens} x {of_each}, {experts} experts"
@@ -106,14 +106,31 @@ MOVERS = {
 }
 
 
-def _argmax(scale: Scale, count: int, columns: int) -> tuple[Call, Call]:
-    x = scale.random(count, columns)
-    return partial(argmax, x), partial(torch.max, x, dim=1)
+def _how(scale: Scale, count: int, top_k: int) -> How:
+    def numbers(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((count,), value, dtype=dtype, device=scale.device)
+
+    u = torch.arange(count, device=scale.device) * (2**48 // max(1, count))
+    floats = (numbers(0.7, torch.float32), numbers(-149.0, torch.float32))
+    return How(*floats, numbers(top_k, torch.int32), numbers(0, torch.int64), u)
 
 
-def _top_k(scale: Scale, count: int, columns: int) -> tuple[Call, Call]:
+def _draw(scale: Scale, count: int, columns: int) -> tuple[Call, Call]:
     x = scale.random(count, columns)
-    return partial(top_k, x, scale.top_k), partial(torch.topk, x, scale.top_k, sorted=False)
+    rows = torch.arange(count, dtype=torch.int32, device=scale.device)
+    how = _how(scale, count, columns)
+    return partial(draw, x, rows, how), lambda: x.float().softmax(1).multinomial(1)
+
+
+def _draw_top_k(scale: Scale, count: int, columns: int) -> tuple[Call, Call]:
+    x, k = scale.random(count, columns), min(scale.top_k, columns)
+    rows = torch.arange(count, dtype=torch.int32, device=scale.device)
+
+    def theirs() -> Tensor:
+        values, ids = x.topk(k)
+        return ids.gather(1, values.float().softmax(1).multinomial(1))
+
+    return partial(draw, x, rows, _how(scale, count, k)), theirs
 
 
 def _sort(scale: Scale) -> tuple[Call, Call]:

@@ -90,7 +90,7 @@ class Scale:
             head_dim is their width; of sequences queries are those of all ranks.
         decode_tiles, prefill_tiles, latent_tiles, splits, blocks: that are tried besides the op's
             own; blocks with warps and stages, of the experts' products.
-        logits: rows and columns of argmax and top_k; top_k, of which it takes so many.
+        logits: rows and columns of draws; top_k, of which some keep so many.
         sorted: tokens, experts of each, and experts of sort_by_expert.
         world: ranks of `exchange` and `sequence`.
         gpus: numbers of ranks of `nccl`.

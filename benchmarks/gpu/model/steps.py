@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,7 +15,7 @@ from harness.timing import Ratio, Times, copying, ratio
 from model.model import GREEDY, Scale, decodes, make_runner, mixed_step
 from weft.kernels.gpu.tuning.clock import gpu_clock, host_clock
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
-from weft.models.interface import SlotSampling
+from weft.models.interface import DispatchingRunner, SlotSampling
 from weft.models.spec.layout import Layout
 from weft.models.torch.runner import TorchRunner
 
@@ -185,14 +186,23 @@ def alone(
 def steps_of(
     scale: Scale, runner: TorchRunner, users: int, settings: SlotSampling = GREEDY
 ) -> Callable[[], object]:
-    """A call is a step; the first brings the sampling settings."""
+    """A call begins a step, and reads the one before, as a server does."""
     runner.step(decodes(scale, users, 0, settings))
     again = decodes(scale, users, 1)
-    return lambda: runner.step(again)
+    if not isinstance(runner, DispatchingRunner):
+        return lambda: runner.step(again)
+    dispatch = runner.dispatch
+    pending = deque([dispatch(again)])
+
+    def step() -> object:
+        pending.append(dispatch(again))
+        return pending.popleft()()
+
+    return step
 
 
 def time_of(scale: Scale, repetitions: int, step: Callable[[], object]) -> Times:
-    """Of a step, on the host: each one waits for its result."""
+    """Of a step, on the host."""
     step()
     return Times(tuple(host_clock(step, scale.steps) for _ in range(repetitions)))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +28,13 @@ from weft.kernels.gpu.rowwise.activation import (
 )
 from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import CacheScales, rotate_into_cache
-from weft.kernels.gpu.rowwise.sampling import argmax, draw, top_k
+from weft.kernels.gpu.rowwise.sampling import Changes, How, draw, edit
 from weft.kernels.gpu.runtime.workspace import Workspace
 
 EPS = 1e-5
 HEADS, KV_HEADS, BLOCK_SIZE = 6, 2, 4
 CACHE_SCALE = 0.5
 TOP_K = 5
-CANDIDATES = 24
 
 
 class RowOp(NamedTuple):
@@ -152,36 +153,105 @@ def _rotated_shapes(s: Sizes) -> Shapes:
     return [(s.m, (HEADS + 2 * KV_HEADS) * dim), (1, dim), (1, dim)]
 
 
-def _drawing(rows: int) -> tuple[list[tuple[int, int]], dict[str, list[float]]]:
-    """Return seed and index, and the settings, for each row."""
-    numbers = range(rows)
-    return [(7 * row - 3, row) for row in numbers], {
-        "temperature": [0.5 + row % 3 for row in numbers],
-        "top_k": [row % 7 for row in numbers],
-        "top_p": [1.0 - 0.3 * (row % 2) for row in numbers],
-        "min_p": [0.1 * (row % 4) for row in numbers],
-    }
+def _drawing(rows: int, columns: int) -> list[tuple[float, dict[str, Any]]]:
+    """Return the uniform number, and the settings, for each row."""
+    return [
+        (
+            reference.uniform(7 * row - 3, row),
+            {
+                "temperature": 0.5 + row % 3,
+                "top_k": row % 7,
+                "top_p": 1.0 - 0.3 * (row % 2),
+                "min_p": 0.1 * (row % 4),
+            },
+        )
+        for row in range(rows)
+    ]
 
 
-def _drawn(values: Tensor, ids: Tensor) -> Tensor:
-    streams, shaped = _drawing(len(values))
-    dtypes = {"top_k": torch.int32, "top_p": torch.float64}
-    settings = {
-        name: torch.tensor(each, dtype=dtypes.get(name, torch.float32)).to(values.device)
-        for name, each in shaped.items()
-    }
-    seeds, index = torch.tensor(streams, dtype=torch.int64).to(values.device).T.contiguous()
-    return draw(values, ids, seeds, index, **settings)[:, None]
+def _drawn(x: Tensor) -> Tensor:
+    count, columns = x.shape
+    drawing = _drawing(count, columns)
+
+    def tensor(dtype: torch.dtype, values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(x.device)
+
+    how = How(
+        tensor(torch.float32, [s["temperature"] * math.log(2) for _, s in drawing]),
+        tensor(torch.float32, [math.log2(s["min_p"] or 2.0**-149) for _, s in drawing]),
+        tensor(torch.int32, [s["top_k"] or columns for _, s in drawing]),
+        tensor(torch.int64, [round((1 - s["top_p"]) * 2**48) for _, s in drawing]),
+        tensor(torch.int64, [int(u * 2**48) for u, _ in drawing]),
+    )
+    rows = torch.arange(count, dtype=torch.int32, device=x.device)
+    return draw(x, rows, how)[:, None]
 
 
-def _drawn_oracle(values: Tensor, ids: Tensor) -> Tensor:
-    streams, shaped = _drawing(len(values))
-    tokens = []
-    for row, (seed, index) in enumerate(streams):
-        settings = {name: each[row] for name, each in shaped.items()}
-        at = reference.draw(values[row], reference.uniform(seed, index), **settings)
-        tokens.append(ids[row, at])
-    return torch.stack(tokens)[:, None]
+def _drawn_oracle(x: Tensor) -> Tensor:
+    drawing = _drawing(*x.shape)
+    tokens = [
+        reference.draw(row, u, **settings) for row, (u, settings) in zip(x, drawing, strict=True)
+    ]
+    return torch.tensor(tokens, dtype=torch.float32, device=x.device)[:, None]
+
+
+def _editing(rows: int, columns: int) -> list[dict[str, Any]]:
+    """Return the changes to each row, as `reference.edit_logits` takes them."""
+    return [
+        {
+            "prompt": sorted({row % columns, (3 * row + 1) % columns}),
+            "output": [(row + i * i) % columns for i in range(row % 5)],
+            "repetition": 1.0 + 0.5 * (row % 3),
+            "presence": 0.25 * (row % 2),
+            "frequency": 0.125 * (row % 4),
+            "bias": {(2 * row) % columns: 1.5} if row % 2 else {},
+            "ended": [columns - 1] if row % 3 == 1 else [],
+            "allowed": list(range(row % 2, columns, 2)) if row % 4 == 2 else None,
+        }
+        for row in range(rows)
+    ]
+
+
+def _edited(x: Tensor) -> Tensor:
+    count, columns = x.shape
+    editing = _editing(count, columns)
+
+    def tensor(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(x.device)
+
+    listed = [[*each["prompt"], *each["output"]] for each in editing]
+    width = max(1, *(len(each) for each in listed), 0)
+    extra = [[*each["bias"].items(), *((t, -math.inf) for t in each["ended"])] for each in editing]
+    flat = [pair for each in extra for pair in each] or [(0, 0.0)]
+    masked = [row for row, each in enumerate(editing) if each["allowed"] is not None]
+    masks = torch.zeros(max(1, len(masked)), -(-columns // 32) * 32, dtype=torch.int64)
+    for number, row in enumerate(masked):
+        masks[number, editing[row]["allowed"]] = 1
+    words = (masks.view(len(masks), -1, 32) << torch.arange(32)).sum(-1)
+    changes = Changes(
+        rows=tensor(list(range(count))),
+        history=tensor([each + [0] * (width - len(each)) for each in listed]).view(count, width),
+        slot=tensor(list(range(count))),
+        prompt_end=tensor([len(each["prompt"]) for each in editing]),
+        output_end=tensor([len(each) for each in listed]),
+        penalties=tensor(
+            [[e[name] for e in editing] for name in ("repetition", "presence", "frequency")],
+            torch.float32,
+        ).view(3, count),
+        tokens=tensor([token for token, _ in flat]),
+        bias=tensor([bias for _, bias in flat], torch.float32),
+        tokens_end=tensor([0, *accumulate(len(each) for each in extra)]),
+        masks=words.to(torch.int32).to(x.device),
+        mask=tensor([masked.index(row) if row in masked else -1 for row in range(count)]),
+    )
+    return edit(x, changes).clamp(min=-1e30)
+
+
+def _edited_oracle(x: Tensor) -> Tensor:
+    rows = [
+        reference.edit_logits(row, **each) for row, each in zip(x, _editing(*x.shape), strict=True)
+    ]
+    return torch.stack(rows).clamp(min=-1e30) if rows else x.float()
 
 
 def _multiplied(x: Tensor) -> Tensor:
@@ -239,24 +309,8 @@ ROW_OPS = (
         lambda s: [(s.m, 96 * s.k)],
         fp8=True,
     ),
-    RowOp(
-        "argmax",
-        lambda x: beside(argmax(x)),
-        lambda x: beside(reference.top_k(x, 1)),
-        lambda s: [(s.m, s.n)],
-    ),
-    RowOp(
-        "top_k",
-        lambda x: beside(top_k(x, min(TOP_K, x.shape[1]))),
-        lambda x: beside(reference.top_k(x, min(TOP_K, x.shape[1]))),
-        lambda s: [(s.m, s.n)],
-    ),
-    RowOp(
-        "draw",
-        lambda x: _drawn(*top_k(x, min(CANDIDATES, x.shape[1]))),
-        lambda x: _drawn_oracle(*reference.top_k(x, min(CANDIDATES, x.shape[1]))),
-        lambda s: [(s.m, s.n)],
-    ),
+    RowOp("draw", _drawn, _drawn_oracle, lambda s: [(s.m, s.n)]),
+    RowOp("edit", _edited, _edited_oracle, lambda s: [(s.m, s.n)]),
 )
 
 

@@ -26,7 +26,7 @@ from weft.models.torch import draw as draw_module
 from weft.models.torch import sampler as sampler_module
 from weft.models.torch.draw import uniform
 from weft.models.torch.logits import Logits
-from weft.models.torch.sampler import Masks, SampledTokens, Sampler
+from weft.models.torch.sampler import Masks, SampledTokens, Sampler, score
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -389,14 +389,13 @@ def test_logprobs(pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompt_logprobs() -> None:
     logits = torch.randn(5, 50)
     targets = torch.tensor([0, 49, 7, 7, 3])
-    sampler = Sampler(50, 1)
-    got = sampler.prompt_logprobs(Logits.whole(logits), targets, 0)
+    got = score(Logits.whole(logits), targets, 0)
     oracle = logits.log_softmax(-1)
     np.testing.assert_allclose(got.chosen, oracle[torch.arange(5), targets], atol=1e-5)
     assert got.top_ids.shape == got.top.shape == (5, 0)
-    assert sampler.prompt_logprobs(Logits.whole(logits[:0]), targets[:0], 2).top.shape == (0, 2)
+    assert score(Logits.whole(logits[:0]), targets[:0], 2).top.shape == (0, 2)
     with pytest.raises(ValueError, match="top is 51"):
-        sampler.prompt_logprobs(Logits.whole(logits), targets, 51)
+        score(Logits.whole(logits), targets, 51)
 
 
 def test_wrong_vocabulary_is_refused() -> None:
@@ -507,13 +506,13 @@ def test_compiled_kernels_copy_no_row_that_is_finite(
     ]
     masks = mask_of({3: [4]}, 300)
     copied: list[int] = []
-    choose = Sampler._choose
+    choose = Sampler._choose_from_copy
 
     def noting(self: Sampler, logits: Logits, *rest: Any) -> Tensor:
         copied.append(len(logits))
         return choose(self, logits, *rest)
 
-    monkeypatch.setattr(Sampler, "_choose", noting)
+    monkeypatch.setattr(Sampler, "_choose_from_copy", noting)
     with compiled_kernels(compiled):
         sampled = run(logits, slots, masks=masks)
     assert copied == [1 if compiled else 5]

@@ -1,4 +1,6 @@
-"""Ranks that share a vocabulary sample the same tokens as one rank, with little communication."""
+"""Ranks that share a vocabulary sample the same tokens as one rank, with little communication.
+GPUs sample the same tokens as CPUs.
+"""
 
 from __future__ import annotations
 
@@ -119,6 +121,37 @@ def test_every_rank_samples_what_one_alone_does(ranks: int, sampling: Sampling, 
             same_scores(found[i + 2], wanted[i + 2], wanted[i + 1] != NOT_FINITE)
         if sampling.top >= 0:
             same_scores(found[-1], wanted[-1], wanted[1] != NOT_FINITE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@settings(max_examples=12, deadline=None)
+@given(sampling=samplings())
+@example(sampling=WIDE)
+def test_gpus_sample_the_cpus_tokens(ranks: int, sampling: Sampling, ask: Ask) -> None:
+    wanted = sampling.run(ALONE.tensor)
+    on_gpus = replace(sampling, gpu=True)
+    outputs = [on_gpus.run(ALONE.tensor)] if ranks == 1 else [o for o, _ in ask(ranks, on_gpus)]
+    for found in outputs:
+        finite = np.ones(len(sampling.slots), bool)  # a request that has failed ends
+        for i in range(0, 3 * sampling.steps, 3):
+            np.testing.assert_array_equal(found[i], outputs[0][i])
+            np.testing.assert_array_equal(found[i + 1], wanted[i + 1])
+            finite &= wanted[i + 1] != NOT_FINITE
+            np.testing.assert_array_equal(found[i][finite], wanted[i][finite])
+            assert ((found[i] >= 0) & (found[i] < sampling.columns)).all()
+            same_scores(found[i + 2], wanted[i + 2], finite)
+        if sampling.top >= 0:
+            same_scores(found[-1], wanted[-1], finite & (wanted[1] != NOT_FINITE))
+
+
+def test_gpus_deal_out_whole_rows(ask: Ask) -> None:
+    """Each rank receives its share of the rows, and draws from these only."""
+    rows, columns = 8, 1000
+    slots = tuple(SlotSampling(i, temperature=1.0, seed=i) for i in range(rows))
+    sampling = Sampling(columns, torch.bfloat16, 3.0, 0, False, slots, steps=1, gpu=True)
+    share = 3 * (rows // 4) * (columns // 4) * 2  # from each of the others
+    for _, told in ask(4, sampling):
+        assert share <= told <= share + 100 * rows
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-"""The largest and the k largest of rows, and draws, against oracles and the CPU's."""
+"""Draws from rows of logits, and changes to rows, against the CPU's to the bit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -16,18 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.faults import planted
 from support.overlapped import DTYPES, SEEDS
-from support.rows import bounded, finds, same
+from support.rows import bounded, finds
+from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.cpu.sampling import argmax as argmax_on_cpu
+from weft.kernels.cpu import sampling as cpu_sampling
 from weft.kernels.gpu.rowwise import sampling
-from weft.kernels.gpu.rowwise.sampling import argmax, top_k, uniform
+from weft.kernels.gpu.rowwise.sampling import CANDIDATES, Changes, How, draw, edit
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.models.interface import SlotSampling
 from weft.models.torch import draw as cpu_draw
 from weft.models.torch.logits import Logits
-
-SIZES = st.one_of(st.integers(1, 60), st.sampled_from([4095, 4097, 8193, 20000]))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,245 +35,270 @@ def installed() -> Iterator[None]:
         yield
 
 
-def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int, *, ties: bool) -> torch.Tensor:
-    torch.manual_seed(seed)
-    x = torch.randn(rows, columns)
-    return (x.round() if ties else x).to(dtype)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=st.integers(0, 4),
-    columns=SIZES,
-    dtype=DTYPES,
-    ties=st.booleans(),
-    odd=st.sampled_from([None, torch.nan, torch.inf, -torch.inf]),
-    seed=SEEDS,
-)
-def test_argmax(
-    rows: int, columns: int, dtype: torch.dtype, ties: bool, odd: float | None, seed: int
-) -> None:
-    x = numbers(rows, columns, dtype, seed, ties=ties)
-    if odd is not None:
-        x[:, torch.randint(0, columns, (3,))] = odd
-        x[1:2] = -torch.inf
-    largest, index = argmax(x)
-    for row, one, at in zip(x.float(), largest, index, strict=True):
-        whole = row.numpy()
-        first = int(np.argmax(whole))  # of NaN too
-        assert at == first
-        np.testing.assert_equal(one.item(), whole[first].item())
-    if odd is None:
-        for got, expected in zip((largest, index), argmax_on_cpu(x), strict=True):
-            same(got, expected)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=st.integers(0, 3),
-    columns=SIZES,
-    data=st.data(),
-    dtype=DTYPES,
-    ties=st.booleans(),
-    seed=SEEDS,
-)
-def test_top_k(
-    rows: int, columns: int, data: st.DataObject, dtype: torch.dtype, ties: bool, seed: int
-) -> None:
-    x = numbers(rows, columns, dtype, seed, ties=ties)
-    k = data.draw(st.integers(1, min(columns, 300)))
-    for got, expected in zip(top_k(x, k), reference.top_k(x, k), strict=True):
-        same(got, expected)
-
-
-def test_signs_infinities_and_zeros_have_their_order() -> None:
-    x = torch.tensor([[-torch.inf, -1.0, -0.0, 0.0, 1e-45, -1e-45, 1.0, torch.inf, 3e38, -3e38]])
-    for k in range(1, 11):
-        for got, expected in zip(top_k(x, k), reference.top_k(x, k), strict=True):
-            same(got, expected)
-
-
-def test_nan_gives_ids_that_are_there() -> None:
-    x = torch.full((2, 9), torch.nan)
-    x[1, 4:] = 1.0
-    _, ids = top_k(x, 5)
-    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
-
-
-@pytest.mark.parametrize(
-    ("x", "k", "message"),
-    [
-        (torch.zeros(3), 1, r"x's shape is \[3\]; it must be a matrix"),
-        (torch.zeros(3, 0), 1, "x's columns is 0; it must be from 1"),
-        (torch.zeros(2, 3), 0, "k is 0; it must be a whole number of at least 1"),
-        (torch.zeros(2, 3), 4, "k is 4; it must be at most 3, the number of columns"),
-        (torch.zeros(3, 2).T, 1, "x's stride"),
-        (torch.zeros(3, 2, dtype=torch.int64), 1, "x's dtype is torch.int64"),
-    ],
-)
-def test_what_cannot_be_taken(x: torch.Tensor, k: int, message: str) -> None:
-    with pytest.raises(KernelError, match=f"^top_k: {message}"):
-        top_k(x, k)
-    if message.startswith("x"):
-        with pytest.raises(KernelError, match=f"^argmax: {message}"):
-            argmax(x)
-
-
-# The draw.
-
-
 @triton.jit
-def store_numbers(out, seeds, index):
-    """Grid: (n,)."""
-    at = tl.program_id(0)
-    tl.store(out + at, uniform(tl.load(seeds + at), tl.load(index + at)))
+def store_weights(out, log2, module_weigh: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (n / BLOCK,)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, module_weigh(tl.load(log2 + at)))
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1))
-def test_the_number_of_a_seed_is_the_cpus_to_the_bit(streams: list[tuple[int, int]]) -> None:
-    seeds, index = torch.tensor(streams).T.contiguous()
-    out = torch.empty(len(streams), dtype=torch.float64)
-    store_numbers[(len(streams),)](out, seeds, index)
-    assert out.tolist() == [reference.uniform(*stream) for stream in streams]
-    assert out.tolist() == cpu_draw.uniform(*zip(*streams, strict=True)).tolist()
+def weights(module: ModuleType, log2: Tensor) -> Tensor:
+    out = torch.empty(len(log2), dtype=torch.int64)
+    store_weights[(len(log2) // 1024,)](out=out, log2=log2, module_weigh=module.weigh, BLOCK=1024)
+    return out
 
 
-DRAWS = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([1e-30, 0.3, 1.0, 4.0]),
-        "top_k": st.sampled_from([0, 1, 2, 7, 2000]),
-        "top_p": st.sampled_from([1e-6, 0.37, 0.8123, 1.0]),
-        "min_p": st.sampled_from([0.0, 0.0123, 0.51, 1.0]),
-    }
-)
-KINDS = {"top_k": torch.int32, "top_p": torch.float64}
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 43.0])
+def test_weights_are_the_cpus_to_the_bit(scale: float) -> None:
+    log2 = -scale * torch.rand(1 << 15, generator=torch.Generator().manual_seed(0))
+    log2[:6] = torch.tensor([0.0, -0.0, -41.0, -42.0, -300.0, -torch.inf])
+    assert torch.equal(weights(sampling, log2), cpu_sampling.weigh(log2))
+    assert torch.equal(weights(sampling, log2), cpu_sampling._weigh_with_torch(log2))
 
 
 def drawn(
-    module: ModuleType, logits: torch.Tensor, shaped: list[dict[str, float]], seed: int
-) -> tuple[list[int], list[float]]:
-    """Tokens that are drawn among all columns, and the numbers that they are drawn with."""
-    rows, columns = logits.shape
-    ids = torch.arange(columns, dtype=torch.int32).repeat(rows, 1) * 3
-    seeds, index = torch.arange(rows) + seed, torch.arange(rows)
-    tensors = {
-        name: torch.tensor([one[name] for one in shaped], dtype=KINDS.get(name, torch.float32))
-        for name in ("temperature", "top_k", "top_p", "min_p")
-    }
-    tokens = module.draw(logits, ids, seeds, index, **tensors).tolist()
-    assert all(token % 3 == 0 for token in tokens)
-    return [token // 3 for token in tokens], [
-        reference.uniform(*one) for one in zip(seeds.tolist(), index.tolist(), strict=True)
-    ]
+    module: ModuleType, logits: Tensor, slots: list[SlotSampling], u: Tensor
+) -> tuple[list[int], list[int]]:
+    """Tokens of the kernel, and of the CPU."""
+    count, columns = logits.shape
+    how = cpu_draw.Shaping.of(slots, u, columns)
+    rows = torch.arange(count, dtype=torch.int32).flip(0)
+    tokens = module.draw(logits.flip(0), rows, How(*how[:2], how.top_k.int(), *how[3:]))
+    return tokens.tolist(), cpu_draw.draw(Logits.whole(logits.float()), slots, u).tolist()
 
 
-def near(logits: torch.Tensor, u: float, **shaped: Any) -> set[int]:
-    """The oracle's token, and those whose border with it is as near as a rounding to u."""
-    around = (max(0.0, u - 1e-5), u, min(u + 1e-5, 1 - 1e-9))
-    return {reference.draw(logits, number, **shaped) for number in around}
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    shaped=st.lists(DRAWS, max_size=4),
-    columns=st.one_of(st.integers(1, 40), st.sampled_from([129, 1024])),
-    ties=st.booleans(),
-    seed=st.integers(-1000, 1000),
+SHAPES = st.tuples(
+    st.sampled_from([1e-30, 0.3, 1.0, 100.0]),
+    st.sampled_from([0, 1, 7, 600, CANDIDATES + 1, 10**9]),
+    st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
+    st.sampled_from([0.0, 0.05, 1.0]),
 )
-def test_draw(shaped: list[dict[str, float]], columns: int, ties: bool, seed: int) -> None:
-    logits = numbers(len(shaped), columns, torch.float32, seed, ties=ties)
-    logits[1:2, columns // 2 + 1 :] = -torch.inf
-    tokens, us = drawn(sampling, logits, shaped, seed)
-    for row, token, u, one in zip(logits, tokens, us, shaped, strict=True):
-        assert token in near(row, u, **one)
 
 
-def test_draws_of_the_k_largest_are_those_of_the_whole_vocabulary() -> None:
-    """As the CPU draws them, whose top-k is the row's own."""
-    rows, seed = 20, 5
-    logits = numbers(rows, 3000, torch.float32, seed, ties=False) * 2
-    shaped = [
-        {"temperature": 0.8, "top_k": 1 + i, "top_p": 0.9123, "min_p": 0.01} for i in range(rows)
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(SHAPES, max_size=4),
+    columns=st.sampled_from([1, 2, 60, CANDIDATES, 4096, 4097, 9000]),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 5.0, 60.0]),
+    impossible=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
+def test_the_tokens_are_the_cpus(
+    shapes: list[tuple[float, int, float, float]],
+    columns: int,
+    spread: float,
+    impossible: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Flat, equal, peaked and impossible logits; nuclei of a few tokens, and of nearly all."""
+    torch.manual_seed(seed)
+    logits = (spread * torch.randn(len(shapes), columns)).to(dtype)
+    logits[torch.rand(logits.shape) < impossible] = -torch.inf
+    slots = [
+        SlotSampling(i, temperature=t, top_k=k, top_p=p, min_p=m)
+        for i, (t, k, p, m) in enumerate(shapes)
     ]
-    values, ids = top_k(logits, 2 * rows)
-    at, us = drawn(sampling, values, shaped, seed)
-    tokens = ids.gather(1, torch.tensor(at)[:, None]).flatten().tolist()
-    slots = [SlotSampling(slot=i, **one) for i, one in enumerate(shaped)]  # type: ignore[arg-type]
-    whole, u = Logits.whole(logits.clone()), torch.tensor(us, dtype=torch.float64)
-    expected = cpu_draw.draw(whole, slots, u).tolist()
-    differ = [i for i in range(rows) if tokens[i] != expected[i]]
-    assert all(tokens[i] in near(logits[i], us[i], **shaped[i]) for i in differ)
-    assert len(differ) < 2
+    u = torch.rand(len(shapes), dtype=torch.float64)
+    u[:1] = (0.0, 1 - 2.0**-48)[seed % 2]
+    got, expected = drawn(sampling, logits, slots, u)
+    assert got == expected
 
 
-def test_a_row_without_numbers_gives_a_token_that_is_there() -> None:
-    logits = torch.full((3, 5), torch.nan)
-    logits[1], logits[2] = -torch.inf, torch.inf
-    shaped: list[dict[str, float]] = [
-        {"temperature": 1.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1}
-    ] * 3
-    tokens, _ = drawn(sampling, logits, shaped, 1)
-    assert all(0 <= token < 5 for token in tokens)
+def test_the_largest_is_the_first_one() -> None:
+    logits = torch.zeros(3, 9000)
+    logits[0, [8999, 4500]] = 2.0
+    logits[1] = -torch.inf
+    how = How(
+        torch.zeros(3),
+        torch.full((3,), -149.0),
+        torch.full((3,), 9000, dtype=torch.int32),
+        *(torch.zeros(3, dtype=torch.int64) for _ in range(2)),
+    )
+    assert draw(logits, torch.arange(3, dtype=torch.int32), how).tolist() == [4500, 0, 0]
+
+
+def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary() -> None:
+    for odd in (torch.nan, torch.inf, -torch.inf):
+        for temperature in (0.0, 1.0):
+            logits = torch.randn(2, 50)
+            logits[0], logits[1, 7] = odd, odd
+            slots = [SlotSampling(i, temperature=1.0, top_k=5, top_p=0.5) for i in range(2)]
+            how = cpu_draw.Shaping.of(slots, torch.rand(2, dtype=torch.float64), 50)
+            rows = torch.arange(2, dtype=torch.int32)
+            tokens = draw(
+                logits,
+                rows,
+                How(torch.full((2,), temperature), how[1], how.top_k.int(), *how[3:]),
+            )
+            assert all(0 <= token < 50 for token in tokens.tolist())
+
+
+HOW = How(
+    torch.ones(2),
+    torch.zeros(2),
+    torch.ones(2, dtype=torch.int32),
+    *(torch.zeros(2, dtype=torch.int64) for _ in range(2)),
+)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"values": torch.zeros(2, 1025)}, "values's columns is 1025; it must be from 1 to 1024"),
-        ({"ids": torch.zeros(2, 4, dtype=torch.int32)}, r"ids's shape is \[2, 4\]"),
-        ({"seeds": torch.zeros(2)}, "seeds's dtype is torch.float32; it must be torch.int64"),
-        ({"top_p": torch.ones(2)}, "top_p's dtype is torch.float32; it must be torch.float64"),
-        ({"top_k": torch.ones(3, dtype=torch.int32)}, r"top_k's shape is \[3\]"),
+        ({"x": torch.zeros(3)}, r"x's shape is \[0\]; it must be a matrix"),
+        ({"x": torch.zeros(3, 0)}, "x's columns is 0; it must be from 1"),
+        ({"x": torch.zeros(3, 2).T}, "x's stride"),
+        ({"x": torch.zeros(2, 3, dtype=torch.int64)}, "x's dtype is torch.int64"),
+        ({"rows": torch.zeros(2)}, "rows's dtype is torch.float32; it must be torch.int32"),
+        ({"how": HOW._replace(u=torch.zeros(2))}, "u's dtype is torch.float32"),
+        ({"how": HOW._replace(top_k=torch.ones(3).int())}, r"top_k's shape is \[3\]"),
     ],
 )
-def test_what_cannot_be_drawn(changes: dict[str, torch.Tensor], message: str) -> None:
-    operands: dict[str, torch.Tensor] = {
-        "values": torch.zeros(2, 3),
-        "ids": torch.zeros(2, 3, dtype=torch.int32),
-        **{name: torch.zeros(2, dtype=torch.int64) for name in ("seeds", "index")},
-        **{name: torch.ones(2) for name in ("temperature", "min_p")},
-        "top_k": torch.ones(2, dtype=torch.int32),
-        "top_p": torch.ones(2, dtype=torch.float64),
-    }
+def test_what_cannot_be_drawn(changes: dict[str, Any], message: str) -> None:
+    given = {"x": torch.zeros(2, 3), "rows": torch.zeros(2, dtype=torch.int32), "how": HOW}
     with pytest.raises(KernelError, match=f"^draw: {message}"):
-        sampling.draw(**operands | changes)  # type: ignore[arg-type]
+        draw(**given | changes)
+
+
+# Changes to rows.
+
+
+def changes_of(edits: list[dict[str, Any]], columns: int) -> Changes:
+    """Rows in reverse order, each with the history in its slot."""
+    count = len(edits)
+    words = -(-columns // 32)
+    history = torch.zeros(count + 1, 40, dtype=torch.int32)
+    prompt_end, output_end = torch.zeros(2, count, dtype=torch.int32)
+    tokens, bias, ends, masks, mask = list[int](), list[float](), [0], list[Tensor](), list[int]()
+    for i, each in enumerate(edits):
+        listed = [*each["prompt"], *each["output"]]
+        history[count - i, : len(listed)] = torch.tensor(listed, dtype=torch.int32)
+        prompt_end[i], output_end[i] = len(each["prompt"]), len(listed)
+        tokens += [*each["bias"], *each["ended"]]
+        bias += [*each["bias"].values(), *([-math.inf] * len(each["ended"]))]
+        ends.append(len(tokens))
+        mask.append(-1)
+        if each["allowed"] is not None:
+            bits = torch.zeros(words * 32, dtype=torch.int64)
+            bits[each["allowed"]] = 1
+            mask[-1] = len(masks)
+            masks.append((bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32))
+    names = ("repetition", "presence", "frequency")
+    return Changes(
+        rows=torch.arange(count, dtype=torch.int32).flip(0),
+        history=history,
+        slot=torch.arange(count, 0, -1, dtype=torch.int32),
+        prompt_end=prompt_end,
+        output_end=output_end,
+        penalties=torch.tensor([[e[n] for e in edits] for n in names]).float().view(3, count),
+        tokens=torch.tensor(tokens or [0], dtype=torch.int32),
+        bias=torch.tensor(bias or [0.0]).float(),
+        tokens_end=torch.tensor(ends, dtype=torch.int32),
+        masks=torch.stack(masks) if masks else torch.zeros(1, words, dtype=torch.int32),
+        mask=torch.tensor(mask, dtype=torch.int32),
+    )
+
+
+TOKENS = st.lists(st.integers(0, 39), max_size=15)
+EDITS = st.fixed_dictionaries(
+    {
+        "prompt": TOKENS.map(lambda tokens: sorted({*tokens})),
+        "output": TOKENS,
+        "repetition": st.sampled_from([1.0, 1.3, 0.7]),
+        "presence": st.sampled_from([0.0, 0.5, -2.0]),
+        "frequency": st.sampled_from([0.0, 0.25, -1.0]),
+        "bias": st.dictionaries(st.integers(0, 39), st.sampled_from([-100.0, 0.5, 9.0])),
+        "ended": TOKENS.map(lambda tokens: [*{*tokens}]),
+        "allowed": st.none() | st.lists(st.integers(0, 39), min_size=1),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    edits=st.lists(EDITS, max_size=4),
+    columns=st.sampled_from([40, 64, 65, 5000]),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
+def test_changed_rows(
+    edits: list[dict[str, Any]], columns: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = (3 * torch.randn(len(edits), columns)).to(dtype)
+    before = logits.clone()
+    got = edit(logits, changes_of(edits, columns))
+    assert torch.equal(logits, before)
+    for row, one, each in zip(logits.flip(0), got, edits, strict=True):
+        torch.testing.assert_close(one, reference.edit_logits(row, **each), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"penalties": torch.ones(2, 1)}, r"penalties's shape is \[2, 1\]"),
+        ({"masks": torch.zeros(1, 1, dtype=torch.int32)}, r"masks's shape is \[1, 1\]"),
+        ({"history": torch.zeros(2, 4)}, "history's dtype is torch.float32"),
+    ],
+)
+def test_what_cannot_be_changed(changes: dict[str, Tensor], message: str) -> None:
+    nothing = {"prompt": [], "output": [], "bias": {}, "ended": [], "allowed": None}
+    given = changes_of([nothing | dict.fromkeys(("repetition", "presence", "frequency"), 1.0)], 40)
+    with pytest.raises(KernelError, match=f"^edit: {message}"):
+        edit(torch.zeros(1, 40), given._replace(**changes))
 
 
 # Planted faults.
 
 
 def check(module: ModuleType) -> None:
-    x = numbers(3, 9000, torch.float32, 0, ties=True)
-    x[2, 8500] = torch.nan
-    largest, index = module.argmax(x)
-    assert index.tolist() == [int(row.argmax()) for row in x.numpy()]
-    assert largest[2].isnan()
-    x = numbers(2, 5000, torch.float32, 0, ties=False)
-    x[1] = x[1].round()
-    for k in (1, 40, 2500, 4999):
-        for got, expected in zip(module.top_k(x, k), reference.top_k(x, k), strict=True):
-            same(got, expected)
+    torch.manual_seed(0)
+    log2 = -43 * torch.rand(1 << 13)
+    assert torch.equal(weights(module, log2), cpu_sampling.weigh(log2))
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.7},
+        {"temperature": 1e-3},
+        {"top_k": 9},
+        {"top_k": 2000},
+        {"top_p": 0.9},
+        {"top_p": 0.9, "temperature": 100.0},
+        {"min_p": 0.3},
+        {"min_p": 0.3, "temperature": 100.0},
+        {"min_p": 1e-3, "temperature": 2.0},
+        {"top_k": 2000, "temperature": 100.0},
+        {"top_k": 40, "top_p": 0.8, "min_p": 0.05},
+    ]
+    slots = [SlotSampling(i, **({"temperature": 1.0} | kind)) for i, kind in enumerate(kinds * 6)]
+    logits = 3 * torch.randn(len(slots), 5000)
+    logits[::5] = logits[::5].round()
+    u = torch.rand(len(slots), dtype=torch.float64)
+    u[::7] = 0.0
+    got, expected = drawn(module, logits, slots, u)
+    assert got == expected
 
 
 def test_nothing_is_found_without_a_fault() -> None:
     assert not finds(check, sampling)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("nan = inside & (x != x)", "nan = inside & (x > x)"),
-        (
-            "tl.where(inside & (x == largest), column, NONE)",
-            "tl.where(x == largest, column + 1, NONE)",
-        ),
-        ("span * SPAN + tl.arange", "tl.arange"),
-        ("bits ^ 0x7FFFFFFF", "bits"),
-        ("tl.where(x == 0.0, 0.0, x)", "x"),
-        ("numbers = x + row * V", "numbers = x + row * 0"),
-        ("<= missing)))", "< missing)))"),
-        ("missing -= tl.minimum(missing, tl.sum(equal, axis=0))", "missing -= missing"),
+        ("tl.fma(y, r, tl.zeros_like(x) + 1.0)", "y * r + 1.0"),
+        ("(x + 12582912.0) - 12582912.0", "x.to(tl.int32).to(tl.float32)"),
+        ("numbers = x + tl.load(rows + at).to(tl.int64) * stride", "numbers = x + at * stride"),
+        ("range(31)", "range(24)"),
+        ("(up_to <= N).to(tl.int32)", "(up_to < 0).to(tl.int32) + (up_to <= N).to(tl.int32) - 1"),
+        ("keys <= low + (half - 1)", "keys <= low + half"),
+        ("if count >= k:", "if count >= 0:"),
+        ("if tl.sum(weights, axis=0) >= mass:", "if total >= mass:"),
+        ("total - share_of(p, total)", "total"),
+        ("weights = tl.where(keys <= end, weights, 0)\n", "weights = weights\n"),
+        ("settled = bin_of(end.to(tl.float32, bitcast=True) * -1.0) < bins", "settled = bins > 0"),
+        ("(running <= target)", "(running < target)"),
+        ("running += here", "running += 0 * here"),
         ("place += tl.sum", "place += 0 * tl.sum"),
     ],
 )
@@ -282,42 +306,44 @@ def test_a_fault_is_found(old: str, new: str, tmp_path: Path) -> None:
     assert finds(check, planted(sampling, tmp_path, (old, new)))
 
 
-def check_draw(module: ModuleType) -> None:
-    logits = numbers(40, 60, torch.float32, 0, ties=False)
-    shaped = [
+def check_edits(module: ModuleType) -> None:
+    torch.manual_seed(0)
+    edits: list[dict[str, Any]] = [
         {
-            "temperature": 0.5 + i % 3,
-            "top_k": (0, 5, 20)[i % 3],
-            "top_p": (0.51, 1.0)[i % 2],
-            "min_p": (0.0, 0.0512, 0.3)[i % 5 % 3],
+            "prompt": [1, 5, 10 + i],
+            "output": [5, 7, 7, 7, 2][: 5 * (i % 2)],
+            "repetition": (1.0, 1.4)[i % 3 > 0],
+            "presence": 0.5 * (i % 2),
+            "frequency": 0.25 * (i % 3),
+            "bias": {3: 1.0, 7: -2.0} if i % 4 else {},
+            "ended": [9, 5] if i % 3 else [],
+            "allowed": [0, 3, 7, 20 + i] if i % 5 == 2 else None,
         }
-        for i in range(len(logits))
+        for i in range(12)
     ]
-    tokens, us = drawn(module, logits, shaped, 3)
-    for row, token, u, one in zip(logits, tokens, us, shaped, strict=True):
-        assert token in near(row, u, **one)
+    logits = 3 * torch.randn(12, 4200)
+    got = module.edit(logits, module.Changes(*changes_of(edits, 4200)))
+    for row, one, each in zip(logits.flip(0), got, edits, strict=True):
+        torch.testing.assert_close(one, reference.edit_logits(row, **each), atol=1e-6, rtol=1e-6)
 
 
-def test_nothing_is_found_in_the_draw_without_a_fault() -> None:
-    assert not finds(check_draw, sampling)
+def test_nothing_is_found_in_the_edits_without_a_fault() -> None:
+    assert not finds(check_edits, sampling)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("state ^ (state >> 30)", "state ^ (state >> 29)"),
-        ("(index + 1)", "(index + 2)"),
-        ("tl.where(k > 0, k, BLOCK + 1)", "tl.where(k > 0, k + 1, BLOCK + 1)"),
-        ("(order >= kth)", "(order > kth)"),
-        ("below / tl.maximum(tl.load(temperature + row), TINY)", "below"),
-        ("tl.load(min_p + row)", "0.0"),
-        ("range(31)", "range(8)"),
-        ("tl.where(wanted < 1, wanted, 2.0)", "2.0"),
-        ("mass > u * tl.max(mass, axis=0)", "mass > u"),
-        ("tl.where(beyond, place, last)", "tl.where(beyond, place + 1, last)"),
-        ("values + row * N", "values"),
+        ("tl.where(logit > 0, divided, logit * repetition)", "divided"),
+        ("            if part:\n                repeated -= presence\n", ""),
+        ("first = prompt if part else 0", "first = 0"),
+        ("for start in range(prompt, output, LISTED):", "for start in range(0, output, LISTED):"),
+        ("tl.load(slot + at).to(tl.int64) * history_stride", "at * history_stride"),
+        ("tl.load(tokens_end + at + 1)", "tl.load(tokens_end + at)"),
+        ("word >> (column % 32)", "word >> (column % 31)"),
+        ("allowed_by.to(tl.int64) * words", "allowed_by.to(tl.int64) * 0"),
     ],
 )
-def test_a_fault_of_the_draw_is_found(old: str, new: str, tmp_path: Path) -> None:
-    assert finds(check_draw, planted(sampling, tmp_path, (old, new)))
+def test_a_fault_of_the_edits_is_found(old: str, new: str, tmp_path: Path) -> None:
+    assert finds(check_edits, planted(sampling, tmp_path, (old, new)))
