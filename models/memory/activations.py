@@ -14,7 +14,7 @@ from weft.models.spec.spec import DTYPE_BYTES, MlpSpec, ModelSpec
 
 CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Logits processed at once, by device type: on a CPU, as many as fit its cache; on a GPU, 55 rows
-of 151,936, because the host waits for each chunk.
+of 151,936, which are copied to float32 if they are edited or scored.
 """
 
 XLA_SAMPLER_BYTES, XLA_SAMPLER_BYTES_PER_LOGIT = 8 << 20, 24

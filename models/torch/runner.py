@@ -248,7 +248,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a short prompt and one decode in block 0, before any request owns that block.
+        """Run a short prompt and two decodes in block 0, before any request owns that block.
 
         On a GPU, also record the CUDA graphs, and run the steps in warm_up.py, so that no kernel is
         compiled later.
@@ -256,9 +256,11 @@ class TorchRunner:
         if self._graphs is not None:
             self._graphs.record()
         tokens = min(WARM_UP_TOKENS, self._block_size, self._max_tokens)
+        changed = SlotSampling(slot=0, temperature=1.0, logit_bias={0: 1.0})
         for step in (
-            _equal_requests(range(tokens), SlotSampling(slot=0)),
-            _equal_requests(range(tokens - 1, tokens)),
+            _equal_requests(range(tokens), SlotSampling(slot=0, temperature=1.0)),
+            _equal_requests(range(tokens - 1, tokens), changed),
+            _equal_requests(range(tokens - 1, tokens), SlotSampling(slot=0)),
         ):
             self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
         if self._device.type == "cuda":

@@ -29,6 +29,9 @@ from weft.models.torch.draw import draw, draw_in_place, draws_in_place, uniform
 from weft.models.torch.edits import Edits, find_edits
 from weft.models.torch.logits import Logits
 
+HISTORY_STEP = 256
+"""Columns by which the history of all slots grows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -257,7 +260,9 @@ class Sampler:
     def _reserve_history(self, length: int) -> None:
         slots, width = self._history.shape
         if length > width:
-            wider = self._history.new_zeros(slots, max(length, 2 * width, 256))
+            # In steps: for a stride that is no multiple of 16, Triton compiles a kernel anew.
+            columns = -(-max(length, 2 * width) // HISTORY_STEP) * HISTORY_STEP
+            wider = self._history.new_zeros(slots, columns)
             wider[:, :width] = self._history
             self._history = wider
 

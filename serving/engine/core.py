@@ -285,7 +285,8 @@ def start_executor(
 ) -> Executor:
     """Load the model in this process, or in one process for each rank.
 
-    JAX uses all devices of a node in one process.
+    JAX uses all devices of a node in one process. A GPU's rank always has a process of its own: it
+    launches steps while the scheduler prepares others, and both would share one Python lock.
 
     Args:
         config: this engine's settings.
@@ -296,7 +297,8 @@ def start_executor(
         WeftError: the model cannot be loaded.
     """
     elsewhere = any(part.node for part in config.replica.slice)
-    several = config.world_size > 1 and not loading.uses_jax(config)
+    on_gpu = config.device == "cuda"  # placement has decided what "auto" means
+    several = (config.world_size > 1 or on_gpu) and not loading.uses_jax(config)
     if several or elsewhere or config.executor == "ray":
         if load_model is loading.load_model:
             loading.check_ranks(config)  # before any process starts

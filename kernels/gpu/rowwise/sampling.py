@@ -385,7 +385,7 @@ def edit_rows(
     presence, frequency = tl.load(penalties + count + at), tl.load(penalties + 2 * count + at)
     prompt, output = tl.load(prompt_end + at), tl.load(output_end + at)
     listed = history + tl.load(slot + at).to(tl.int64) * history_stride
-    # The prompt's tokens, then those that were sampled: the second value wins.
+    # The prompt's tokens, then the sampled ones: the second value wins.
     for part in tl.static_range(2):
         tl.debug_barrier()
         first = prompt if part else 0

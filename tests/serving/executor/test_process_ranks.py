@@ -35,6 +35,7 @@ from support.processes import wait_until_gone
 from weft.errors import ConfigError, EngineError
 from weft.models.interface import SlotSampling, Step
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.core import start_executor
 from weft.serving.executor import ranks as processes
 from weft.serving.executor import step_ring
 from weft.serving.executor.base import Pending
@@ -90,6 +91,18 @@ def test_all_ranks_run_the_same_steps_in_order(ranks: int, tmp_path: Path) -> No
     ran = [f"{step} {batch(step, tokens=10 + step).token_ids.sum()}" for step in range(20)]
     for rank in range(ranks):
         assert notes(tmp_path, rank) == [*ran, "closed"]
+
+
+def test_a_gpus_only_rank_has_a_process_of_its_own(tmp_path: Path) -> None:
+    config = EngineConfig(model="none", tokenizer=str(tmp_path), device="cuda", backend="torch")
+    executor = start_executor(config, load, lambda port: None)
+    try:
+        assert isinstance(executor, ProcessExecutor)
+        (output,) = executor.submit((batch(3),)).result(60)
+        assert output is not None
+        assert output.step == 3
+    finally:
+        executor.close()
 
 
 def test_a_rank_that_lags_is_waited_for_before_its_steps_are_written_over(tmp_path: Path) -> None:
@@ -417,6 +430,7 @@ CONTROLLER = """
 import sys
 from support.mock_ranks import load
 from weft.serving.config.settings import EngineConfig
+from weft.serving.engine.core import start_executor
 from weft.serving.executor.ranks import ProcessExecutor
 executor = ProcessExecutor(EngineConfig(model="none"), load, 2)
 print(*executor._nodes[0].pids, flush=True)
