@@ -112,6 +112,8 @@ HOP = 1e-6
 """BOOK, part 3, says "about 1 us" for ICI. Assumed to hold for GPUs in a node, too."""
 GPU_LAUNCH = 4e-6
 """Assumed."""
+SENDERS = 16
+"""Programs that saturate a GPU's link. Assumed; DeepEP uses 20 for all traffic."""
 COPY = 32e-9
 """Assumed: scalar instructions to start a copy on a TPU, and to wait for it."""
 HOST = 0.2e-3

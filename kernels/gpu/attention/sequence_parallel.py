@@ -63,9 +63,6 @@ CHUNK = 256
 BLOCK = 4096
 """Numbers that a program copies at a time."""
 
-SENDERS = 8
-"""One processor in this many copies: a guess."""
-
 
 @triton.jit
 def part_of(rank, index, WORLD: tl.constexpr, PARTS: tl.constexpr):
@@ -394,8 +391,8 @@ def sequence_parallel_attention(
         lse: float32 [m, H], written: the log of the sum of exp(score).
         blocks: BLOCK_M and BLOCK_N of a tile; None to use the tuned tile, or else to choose.
         warps, stages: compile options of the kernel; 0 to choose.
-        programs: number of attention programs; 0 for all processors but one.
-        senders: number of copying programs; 0 for one per SENDERS processors.
+        programs: number of attention programs; 0 for all processors without senders.
+        senders: number of copying programs; devices.SENDERS if 0.
 
     Returns:
         [m, H, D], q's dtype.
@@ -451,6 +448,8 @@ def sequence_parallel_attention(
     parts = 2 if zigzag else 1
     length = m // parts
     dtype = triton_type(q.dtype)
+    pieces = (size - 1) * parts * -(-length // workspace.chunk)
+    copying, computing = workspace.divide(pieces, senders)
     begun = None
     with workspace.beside():
         workspace.begin()
@@ -458,9 +457,7 @@ def sequence_parallel_attention(
         if q.is_cuda:
             begun = torch.cuda.current_stream(q.device).record_event()
         if size > 1:
-            items = (size - 1) * parts * -(-length // workspace.chunk)
-            few = senders or max(1, workspace.processors // SENDERS)
-            push_parts[(workspace.resident(min(items, few)),)](
+            push_parts[(copying,)](
                 keys=k,
                 values=v,
                 query_start=query_start,
@@ -480,7 +477,7 @@ def sequence_parallel_attention(
     if begun is not None:
         torch.cuda.current_stream(q.device).wait_event(begun)
     items = parts * -(-length // (tile.block_m // group)) * workspace.kv_heads
-    attend_parts[(min(items, programs or available),)](
+    attend_parts[(min(items, programs or computing),)](
         q=q,
         keys=k,
         values=v,

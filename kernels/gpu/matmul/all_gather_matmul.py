@@ -33,9 +33,9 @@ travel over the slow links are therefore needed last.
 
 On a GPU the copies and the product run on separate streams. The copies start directly after the
 kernel that counts the call, on the stream that goes first, so they are resident when the product
-begins. The product could still be faster. It therefore leaves one processor to the copies: if the
-products on all ranks took all processors, they could wait forever. A call with more programs is
-refused.
+begins. The product could still be faster. It therefore leaves the copies their processors: if the
+products on all ranks took all processors, they could wait forever. A call that leaves none is
+refused. A few programs fill the links, and more would only keep the product's from starting.
 """
 
 from __future__ import annotations
@@ -298,9 +298,9 @@ def all_gather_matmul(
         blocks: BLOCK_M, BLOCK_N, BLOCK_K. If None, the tuned configuration for this device, world
             size, shape and dtype, else the best one in the cost model: gpu/tuning/search.py.
         warps, stages: compile options for the product; if 0, chosen in the same way as blocks.
-        programs: number of programs in the product; if 0, all processors except one.
-        senders: number of programs that copy; if 0, chosen in the same way as blocks, or one for
-            each chunk and peer.
+        programs: number of programs in the product; if 0, all processors without senders.
+        senders: number of programs that copy; if 0, chosen in the same way as blocks, or
+            devices.SENDERS.
 
     Returns:
         [M, N / W], or [M, N / (2 W)] after silu_multiply; see Epilogue.dtype.
@@ -334,7 +334,7 @@ def all_gather_matmul(
         available = max(1, workspace.processors - (size > 1))
         why = "copies to other ranks need a processor"
         workspace.require_programs(programs, available, why)
-        require("senders", senders, senders >= 0, "be positive, or 0 for one for each chunk")
+        require("senders", senders, senders >= 0, "be positive, or 0 for the default")
         if gathered is not None:
             workspace.require_tensor("gathered", gathered)
             shape = list(gathered.shape)
@@ -350,13 +350,14 @@ def all_gather_matmul(
     scales, rank = Slots.of(workspace.scales), workspace.rank
     dtype = triton_type(x_shard.dtype)
     begun = None
+    copying, computing = workspace.divide((size - 1) * chunks, senders)
     with workspace.beside():
         workspace.begin()
         peers = workspace.peers()
         if x_shard.is_cuda:
             begun = torch.cuda.current_stream(x_shard.device).record_event()
         if size > 1:
-            push_rows[(min((size - 1) * chunks, senders or (size - 1) * chunks),)](
+            push_rows[(copying,)](
                 x=x_shard,
                 x_scale=epilogue.x_scale,
                 peers=peers,
@@ -379,7 +380,7 @@ def all_gather_matmul(
         # No group has rows from two shards: one may arrive first. It is no constant, because each
         # number of rows would compile a kernel.
         group = gcd(form.group, chunks)
-        multiply_gathered[(min(tiles, programs or available),)](
+        multiply_gathered[(min(tiles, programs or computing),)](
             x=x_shard,
             weights=weights.three,
             widths=weights.three_widths,

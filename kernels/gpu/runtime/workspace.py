@@ -31,6 +31,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.devices import SENDERS
 from weft.kernels.gpu.runtime import signals
 from weft.kernels.gpu.runtime.arguments import (
     KernelError,
@@ -258,6 +259,23 @@ class Workspace:
         shared by several ranks, more could keep out another rank's programs with the awaited data.
         """
         return max(1, min(items, self.processors))
+
+    def divide(self, items: int, senders: int) -> tuple[int, int]:
+        """Divide the processors between programs that copy and programs that compute.
+
+        The latter would otherwise wait for a processor until the copies are through.
+
+        Args:
+            items: number of pieces to copy.
+            senders: wanted number of programs that copy; SENDERS if 0.
+
+        Returns:
+            the numbers of programs that copy and compute. They fit the device together.
+        """
+        copying = min(items, senders or SENDERS)
+        if self.concurrent:
+            copying = min(copying, max(1, self.processors // 2))
+        return copying, max(1, self.processors - copying)
 
     def peers(self, buffer: SymmetricTensor | None = None, calls: Tensor | None = None) -> Peers:
         """Return the argument `peers` of the op's kernels: see peers.py.

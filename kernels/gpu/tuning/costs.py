@@ -29,7 +29,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from weft.kernels.devices import DEVICES, GPU_LAUNCH, HOP
+from weft.kernels.devices import DEVICES, GPU_LAUNCH, HOP, SENDERS
 from weft.kernels.gpu.runtime.arguments import KernelError
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,6 @@ UNKNOWN = GPUS[1]
 
 MEMORY_LATENCY = 0.7e-6  # a load that misses L2; assumed
 STEP = 20e-9  # overhead per step along K: a barrier, addresses, a branch; assumed
-SATURATING_SENDERS = 16  # programs that saturate a link; assumed (DeepEP uses 20 for all traffic)
 
 
 def device_named(name: str) -> Gpu:
@@ -293,7 +292,7 @@ def link_time(problem: Problem, config: Config, device: Gpu) -> float:
             traffic *= 2
     bandwidth = device.link
     if method.on_processors and config.senders:
-        bandwidth *= min(1.0, config.senders / SATURATING_SENDERS)
+        bandwidth *= min(1.0, config.senders / SENDERS)
     launches = 0.0 if method.on_processors else GPU_LAUNCH * (size - 1)
     return max(traffic * method.factor / bandwidth, launches) + method.hops * HOP
 
@@ -416,7 +415,7 @@ TILES = (
 BLOCKS_K = (32, 64, 128)
 STAGES = (2, 3, 4, 5)
 WARPS = (4, 8)
-SENDERS = (0, 8, 16, 32)
+SENDER_COUNTS = (SENDERS // 2, SENDERS, 2 * SENDERS)
 MAX_ACCUMULATORS = 128
 """Maximum number of accumulators in a thread's registers; more would spill."""
 FEW_ACCUMULATORS = 64
@@ -468,7 +467,7 @@ def space(problem: Problem, device: Gpu, methods: Sequence[str]) -> list[Config]
         Config(method, *tile, senders, splits)
         for method in methods
         for tile in tiles
-        for senders in (SENDERS if problem.op in SENDING else (0,))
+        for senders in (SENDER_COUNTS if problem.op in SENDING else (0,))
         for splits in (split_counts(problem) if problem.decodes else (0,))
     ]
     if not configs:

@@ -184,6 +184,42 @@ def test_programs_that_would_keep_out_what_they_wait_for_are_refused(name: str) 
         assert set(out.flatten().tolist()) == {8.0 if name == "all_gather_matmul" else 16.0}
 
 
+@pytest.mark.parametrize(
+    ("items", "senders", "divided"),
+    [
+        (0, 0, (0, 132)),
+        (4, 0, (4, 128)),
+        (56, 0, (16, 116)),
+        (56, 32, (32, 100)),
+        (99, 99, (66, 66)),
+    ],
+)
+def test_programs_that_copy_and_compute_fit_the_device_together(
+    items: int, senders: int, divided: tuple[int, int]
+) -> None:
+    workspace = NAMED["all_gather_matmul"].workspace(
+        VirtualHome(VirtualWorld(1), 0), Sizes(1, 8, 8, 8, F32, BLOCKS)
+    )
+    workspace.concurrent, workspace.processors = True, 132
+    assert workspace.divide(items, senders) == divided
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "sequence_parallel_attention"])
+def test_a_product_leaves_processors_to_its_copies(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer programs than pieces to copy, and a tile for each program that computes."""
+    monkeypatch.setattr(CheckedHome, "processors", 8)
+    monkeypatch.setattr(workspace_module, "SENDERS", 3)
+    op, sizes = NAMED[name], Sizes(2, 160, 160, 24, F32, BLOCKS)
+    tensors = operands(op, sizes)
+    launched = grids(lambda: run(lambda home: call(op, home, sizes, tensors), 2))
+    copying = {"push_rows", "push_parts"} & {*launched}
+    computing = {"multiply_gathered", "attend_parts"} & {*launched}
+    assert [launched[each][0] for each in copying] == [3]
+    assert [launched[each][0] for each in computing] == [5]
+
+
 # Waits that run out.
 
 
