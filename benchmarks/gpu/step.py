@@ -162,7 +162,7 @@ def predict(model: str, tp: int, ep: int, users: int, gpu: Any) -> tuple[Row, An
     from weft.models.spec.families import build_spec
     from weft.models.spec.layout import Layout
     from weft.models.spec.spec import MoeSpec
-    from weft.models.torch.graphs import buckets
+    from weft.models.torch.graphs import recordings
 
     spec = build_spec(MODELS[model], Path("config.json"))
     layout = Layout(tp=tp, ep=ep)
@@ -171,8 +171,8 @@ def predict(model: str, tp: int, ep: int, users: int, gpu: Any) -> tuple[Row, An
     top_k = max(block.top_k if isinstance(block, MoeSpec) else 1 for block in blocks)
     batch = Batch(users, CONTEXT, top_k, spec.hidden_size)
     costs = [cost_of(launch, gpu, batch) for launch in recorded.whole]
-    sizes = buckets(layout, users, MAX_TOKENS, overlapped=layout.world_size > 1)
-    graph = bool(sizes) and max(sizes) >= users
+    sizes = recordings(layout, users, MAX_TOKENS, overlapped=layout.world_size > 1)
+    graph = max(sizes.decodes, default=0) >= users
     parts: dict[str, float] = dict.fromkeys(("products", "attention", "exchange", "other"), 0.0)
     for cost in costs:
         parts[cost.kind] += 1e3 * cost.seconds

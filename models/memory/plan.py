@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from weft.errors import ConfigError
 from weft.models.memory.activations import (
@@ -30,6 +31,21 @@ SMALL_STEP_TOKENS, SMALL_STEP_REQUESTS = 256, 8
 """A step that needs little memory and still runs well; tried if no single change is enough."""
 
 
+class Recordings(NamedTuple):
+    """Sizes of the steps that are recorded as CUDA graphs; see models/torch/graphs.py.
+
+    Attributes:
+        decodes: numbers of requests with one token each.
+        mixed: numbers of tokens in other steps.
+    """
+
+    decodes: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+
+
+NO_RECORDINGS = Recordings()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Settings and the memory that follows from them. Sizes are in bytes.
@@ -49,7 +65,7 @@ class MemoryPlan:
         cp: ranks that share each KV head by position.
         count_activations: counts the temporary tensors' bytes in a step.
         buffers: symmetric memory.
-        graph_sizes: requests in each step that is recorded as a CUDA graph.
+        recordings: steps that are recorded as CUDA graphs.
         saved: weight bytes without memory, such as by lossless compression; known after loading.
     """
 
@@ -67,7 +83,7 @@ class MemoryPlan:
     cp: int = 1
     count_activations: ActivationBytes = cpu_activations
     buffers: int = 0
-    graph_sizes: tuple[int, ...] = ()
+    recordings: Recordings = NO_RECORDINGS
     saved: int = 0
 
     def ledger(self) -> Ledger:
@@ -111,16 +127,20 @@ class MemoryPlan:
         A result and the block tables lie outside the recordings.
         """
         most = self.max_num_seqs + MAX_PADDING
-        recorded = [size for size in self.graph_sizes if size <= most]
-        if not recorded:
+        decodes = [size for size in self.recordings.decodes if size <= most]
+        count = len(decodes) + len(self.recordings.mixed)
+        if not count:
             return 0
-        requests = max(recorded)
-        row = self.spec.hidden_size + self.spec.vocab_size
-        result = requests * row * DTYPE_BYTES[self.spec.compute_dtype(self.dtype)]
-        step = self._step(requests, requests)
-        tables = 4 * requests * -(-self.max_model_len // self.block_size)  # int32
-        activations = triton_activations(self.spec, self.dtype, step, sampled=False)
-        return result + tables + activations + len(recorded) * RECORDING
+        requests, tokens = max(decodes, default=0), max(self.recordings.mixed, default=0)
+        rows = max(requests, min(tokens, self.max_num_seqs) + 1)
+        numbers = max(requests, tokens) * self.spec.hidden_size + requests * self.spec.vocab_size
+        result = numbers * DTYPE_BYTES[self.spec.compute_dtype(self.dtype)]
+        tables = 4 * rows * -(-self.max_model_len // self.block_size)  # int32
+        steps = (self._step(requests, requests), self._step(1, tokens))
+        activations = max(
+            triton_activations(self.spec, self.dtype, step, sampled=False) for step in steps
+        )
+        return result + tables + activations + count * RECORDING
 
     @property
     def fixed(self) -> int:

@@ -37,6 +37,7 @@ from weft.models.interface import (
     StepInput,
     StepOutput,
 )
+from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.layout import WHOLE, Layout
 from weft.models.spec.spec import ModelSpec
 from weft.models.torch import warm_up
@@ -83,7 +84,7 @@ class TorchRunner:
         layout: Layout,
         device: torch.device = CPU,
         max_model_len: int = 0,
-        graph_sizes: Sequence[int] = (),
+        recordings: Recordings = NO_RECORDINGS,
     ) -> None:
         """Make a runner; call `load` instead.
 
@@ -99,7 +100,7 @@ class TorchRunner:
             layout: this rank's layout.
             device: the model's device.
             max_model_len: maximum number of tokens in a request, for steps on a GPU.
-            graph_sizes: numbers of decode requests to record as CUDA graphs; see graphs.py.
+            recordings: steps to record as CUDA graphs.
         """
         self._layout = layout
         self._model = model
@@ -121,13 +122,14 @@ class TorchRunner:
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._compilations: Compilations | None = None
         self._graphs: Graphs | None = None
-        if graph_sizes:
+        if any(recordings):
             from weft.models.torch.graphs import Graphs  # imports triton
 
             self._graphs = Graphs(
                 self._forward,
                 device,
-                sizes=graph_sizes,
+                sizes=recordings,
+                max_num_seqs=max_num_seqs,
                 block_size=block_size,
                 max_model_len=max_model_len,
                 dp_size=layout.dp_size,
@@ -181,7 +183,7 @@ class TorchRunner:
         Raises:
             ModelError: the checkpoint does not match `spec`.
         """
-        graph_sizes: list[int] = []
+        recorded = NO_RECORDINGS
         if threads is not None:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
@@ -192,10 +194,10 @@ class TorchRunner:
             model: CpuModel | GpuModel
             if home is not None:
                 from weft.models.torch.gpu_model import GpuModel  # imports triton
-                from weft.models.torch.graphs import buckets
+                from weft.models.torch.graphs import recordings
 
                 if cuda_graphs:
-                    graph_sizes = buckets(
+                    recorded = recordings(
                         layout, max_num_seqs, max_tokens, overlapped=home.world_size > 1
                     )
                 exchange = _make_exchange(
@@ -226,7 +228,7 @@ class TorchRunner:
             layout=layout,
             device=CPU if home is None else home.device,
             max_model_len=max_model_len,
-            graph_sizes=graph_sizes,
+            recordings=recorded,
         )
 
     @property
@@ -375,7 +377,7 @@ class TorchRunner:
         return self._model(x, step.positions, self._cache, step.plan, selected, batch.group_sizes)
 
     def _forward(self, step: StepTensors) -> Forward:
-        """Run the whole model for tokens that may all be sampled; this call is recorded."""
+        """Run the whole model, for a recording; decodes also get logits."""
         from weft.models.torch.graphs import Forward
 
         assert not isinstance(self._model, CpuModel)
@@ -383,7 +385,8 @@ class TorchRunner:
         groups = self._layout.dp_size
         sizes = (Size(len(x), len(x)),) * groups if groups > 1 else ()
         hidden = self._model(x, step.positions, self._cache, step.plan, None, sizes)
-        return Forward(hidden, self._model.logits(hidden))
+        decodes = step.plan.batch.max_queries == 1
+        return Forward(hidden, self._model.logits(hidden) if decodes else None)
 
     def _first_input(self, token_ids: Tensor, batch: StepInput) -> Tensor:
         """Return the first layer's input here, [T, hidden]."""

@@ -21,6 +21,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
+from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config.settings import EngineConfig
 
@@ -155,19 +156,18 @@ def symmetric_bytes(
     return sum(home.segments if on_gpu else home.nbytes for home in counters)
 
 
-def recorded_sizes(config: EngineConfig, layout: Layout, kernels: str) -> tuple[int, ...]:
-    """Return the requests in each step that is recorded as a CUDA graph."""
+def recorded_steps(config: EngineConfig, layout: Layout, kernels: str) -> Recordings:
+    """Return the steps that are recorded as CUDA graphs."""
     if not config.cuda_graphs:
-        return ()
-    from weft.models.torch.graphs import buckets
+        return NO_RECORDINGS
+    from weft.models.torch.graphs import recordings
 
-    sizes = buckets(
+    return recordings(
         layout,
         config.max_num_seqs,
         config.max_num_batched_tokens,
         overlapped=kernels == "overlapped",
     )
-    return tuple(sizes)
 
 
 def require_same(store: Store, rank: int, world_size: int, mine: str) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.memory.ledger import Ledger
+from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config import logs
 from weft.serving.config.settings import EngineConfig
@@ -30,7 +31,7 @@ from weft.serving.executor.backend import (
     choose_kernels,
     homes,
     interpret_kernels,
-    recorded_sizes,
+    recorded_steps,
     require_same,
     symmetric_bytes,
     use_device,
@@ -151,14 +152,14 @@ def load_model(
     triton = kernels == "overlapped" or device.type == "cuda"
     interpreted = triton and device.type == "cpu"
     buffers = 0
-    recorded: tuple[int, ...] = ()
+    recorded = NO_RECORDINGS
     if interpreted:
         interpret_kernels()
     if triton:
         if kernels == "overlapped" and layout.stage_size > 1:
             buffers = symmetric_bytes(config, spec, layout, dtype, device)
         if device.type == "cuda":
-            recorded = recorded_sizes(config, layout, kernels)
+            recorded = recorded_steps(config, layout, kernels)
     store = None
     if context.world_size > 1:
         store = meet(
@@ -275,7 +276,7 @@ def plan_memory(
     free: int,
     triton: bool = False,
     buffers: int = 0,
-    recorded: tuple[int, ...] = (),
+    recorded: Recordings = NO_RECORDINGS,
 ) -> MemoryPlan:
     """Plan a rank's memory with torch.
 
@@ -286,7 +287,7 @@ def plan_memory(
         free: free bytes for this rank.
         triton: Triton kernels run the model.
         buffers: bytes of symmetric memory.
-        recorded: requests in each step that is recorded as a CUDA graph.
+        recorded: steps that are recorded as CUDA graphs.
     """
     from weft.models.memory.activations import cpu_activations, triton_activations
     from weft.models.memory.plan import MemoryPlan
@@ -307,7 +308,7 @@ def plan_memory(
         dp_size=layout.dp_size,
         count_activations=triton_activations if triton else cpu_activations,
         buffers=buffers,
-        graph_sizes=recorded,
+        recordings=recorded,
     )
 
 

@@ -31,7 +31,7 @@ from weft.models.spec.layout import Layout
 from weft.models.torch import warm_up
 from weft.models.torch.exchange import Plain
 from weft.models.torch.gpu_model import GpuModel
-from weft.models.torch.graphs import buckets
+from weft.models.torch.graphs import recordings
 from weft.models.torch.group import ALONE
 from weft.models.torch.inputs import PagedPlan
 from weft.models.torch.overlapped import Overlapped
@@ -128,7 +128,7 @@ def warmed(layout: Layout, graphs: bool) -> Iterator[Shape]:
         yield Shape(1, tokens, tokens)
     if graphs:
         overlapped = layout.world_size > 1
-        for size in buckets(layout, MAX_SEQS, MAX_TOKENS, overlapped=overlapped):
+        for size in recordings(layout, MAX_SEQS, MAX_TOKENS, overlapped=overlapped).decodes:
             yield Shape(size, 1, MAX_LEN)
     else:
         for requests, context in warm_up.decodes(MAX_SEQS, MAX_LEN):

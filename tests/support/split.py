@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support.checkpoints import VOCAB_SIZE
 from weft.kernels.symmetric.memory import Home
 from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import NOTHING, Int32, SlotSampling, StepInput
+from weft.models.memory.plan import Recordings
 from weft.models.spec.layout import Layout
 from weft.models.torch.group import Group, Groups, make_groups, meet
 from weft.models.torch.logits import Logits
@@ -269,6 +271,13 @@ def take_port(own: int | None, pipe: Connection) -> int:
     return port
 
 
+def _recordings(few_tokens: int, layout: Layout, *_: int, overlapped: bool) -> Recordings:
+    """Decodes padded to three requests, and chunks of prompts to 16 tokens."""
+    if not layout.cp == layout.pp == 1 or (layout.dp_size > 1 and not overlapped):
+        return Recordings()
+    return Recordings((3,), (16,) if layout.dp_size == 1 or few_tokens >= 16 else ())
+
+
 def be_rank(
     rank: int,
     size: int,
@@ -281,8 +290,7 @@ def be_rank(
     """A process: run each case, and send what came out, and how many exchanges of all it counted.
 
     On Triton kernels if `few_tokens` is given, which are then the same on all ranks, or sent at a
-    time; up to `fused`, products send their sums. Steps of decodes are then padded to three
-    requests.
+    time; up to `fused`, products send their sums. Steps are then padded.
     """
     torch.set_num_threads(1)
     store = meet(rank, size, lambda own: take_port(own, pipe), timeout=60)
@@ -298,9 +306,7 @@ def be_rank(
 
             exchange.token_limits = lambda *_: exchange.Limits(fused, few_tokens)
             exchange.DISPATCH_TOKENS = graphs.DISPATCH_TOKENS = few_tokens
-            graphs.buckets = lambda at, *_, overlapped: (
-                [3] * (at.cp == at.pp == 1 and (overlapped or at.dp_size == 1))
-            )
+            graphs.recordings = partial(_recordings, few_tokens)
             stack.enter_context(installed())
         for name, path, (_, dtype, whole) in cases:
             layout, counted = replace(whole, rank=rank), list[bool]()

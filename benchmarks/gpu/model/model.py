@@ -17,14 +17,16 @@ from torch import Tensor
 
 from weft.kernels.symmetric.memory import Home
 from weft.models.interface import SlotSampling, StepInput
+from weft.models.memory.plan import Recordings
 from weft.models.spec.families import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec, WeightSpec
 from weft.models.torch.exchange import Exchange, Plain
 from weft.models.torch.gpu_model import GpuModel
+from weft.models.torch.graphs import MIXED_TOKENS
 from weft.models.torch.group import ALONE, Groups
 from weft.models.torch.overlapped import Overlapped
-from weft.models.torch.runner import TorchRunner
+from weft.models.torch.runner import DispatchingTorchRunner, TorchRunner
 
 PAGE = 16
 STD, STD_OF_CACHE = 0.02, 1.0
@@ -121,7 +123,8 @@ def make_runner(
 
     Args:
         groups: the ranks, if the others run, too; else nothing but their buffers is there.
-        graph_sizes: numbers of users with a recorded step; None means all.
+        graph_sizes: numbers of users with a recorded decode; None means all. If there are any,
+            mixed steps are recorded, too.
         max_tokens: in a step; None means one for each user.
     """
     max_tokens = max_tokens or users
@@ -137,7 +140,9 @@ def make_runner(
             groups=groups,
         )
     local = layout.local(scale.spec)
-    runner = TorchRunner(
+    decodes = (users,) if graph_sizes is None else tuple(graph_sizes)
+    mixed = tuple(size for size in MIXED_TOKENS if size <= max_tokens) if decodes else ()
+    runner = DispatchingTorchRunner(
         model,
         local,
         pipe=ALONE.pipe,
@@ -149,7 +154,7 @@ def make_runner(
         layout=layout,
         device=home.device,
         max_model_len=max(scale.context, scale.prompt[0]),
-        graph_sizes=[users] if graph_sizes is None else graph_sizes,
+        recordings=Recordings(decodes, mixed),
     )
     runner.allocate_kv_cache(users * scale.pages)
     fill_cache(runner, STD_OF_CACHE)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError
 from weft.models.memory.activations import LargestStep, cpu_activations, triton_activations
 from weft.models.memory.ledger import GIB, MIB, Ledger, human_bytes
-from weft.models.memory.plan import RECORDING, MemoryPlan
+from weft.models.memory.plan import RECORDING, MemoryPlan, Recordings
 from weft.models.spec.families import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import DTYPE_BYTES
@@ -208,7 +208,7 @@ def test_human_bytes() -> None:
 
 def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
     alone = plan(count_activations=triton_activations, max_num_seqs=200)
-    on_gpu = {"count_activations": triton_activations, "graph_sizes": (8, 100, 200)}
+    on_gpu = {"count_activations": triton_activations, "recordings": Recordings((8, 100, 200))}
     shared = plan(max_num_seqs=200, buffers=3 * MIB, **on_gpu)
     tensors = shared.graphs - 3 * RECORDING
     assert 0 < tensors < shared.activations
@@ -221,6 +221,11 @@ def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
     longer = plan(max_num_seqs=200, max_model_len=SPEC.max_model_len + 320, **on_gpu)
     assert longer.graphs - shared.graphs == 4 * 200 * 320 // 32
     assert shared.buffers == 3 * MIB
+    mixed = {"recordings": Recordings((8, 100, 200), (16, 512))}
+    more = plan(max_num_seqs=200, buffers=3 * MIB, **(on_gpu | mixed))
+    assert more.graphs >= shared.graphs + 2 * RECORDING
+    only = plan(max_num_seqs=200, **(on_gpu | {"recordings": Recordings((), (512,))}))
+    assert only.graphs - RECORDING >= 512 * SPEC.hidden_size * 4
     for ledger in (alone, shared):
         parts = (ledger.weights, ledger.activations, ledger.buffers, ledger.graphs)
         assert sum(parts) + ledger.kv_cache + ledger.left == ledger.budget

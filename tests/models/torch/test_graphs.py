@@ -1,4 +1,4 @@
-"""Padded and replayed decodes; on a CPU, a replay is a call on the same buffers."""
+"""Padded and replayed steps; on a CPU, a replay is a call on the same buffers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ os.environ["TRITON_INTERPRET"] = "1"
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
-from weft.models.memory.plan import MAX_PADDING
+from weft.models.memory.plan import MAX_PADDING, Recordings
 from weft.models.spec.layout import Layout
-from weft.models.torch.graphs import MAX_REQUESTS, Graphs, buckets
+from weft.models.torch.graphs import MAX_REQUESTS, MIXED_TOKENS, Graphs, recordings
 from weft.models.torch.overlapped import DISPATCH_TOKENS
 from weft.models.torch.runner import TorchRunner
 
-PAGE, PAGES, REQUESTS, DECODES = 4, 24, 5, 4
+PAGE, PAGES, REQUESTS, MIXED, DECODES = 4, 24, 5, 3, 4
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
 def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int) -> None:
-    sizes = buckets(Layout(tp=2, ep=2), seqs, tokens, overlapped=False)
-    assert sizes == sorted(set(sizes))
+    sizes, mixed = recordings(Layout(tp=2, ep=2), seqs, tokens, overlapped=False)
+    assert list(sizes) == sorted(set(sizes))
+    assert list(mixed) == [size for size in MIXED_TOKENS if size <= tokens]
     assert sizes[-1] <= tokens
     assert all(before < seqs for before in sizes[:-1])
     for requests in range(1, min(seqs, tokens - 7, MAX_REQUESTS) + 1):
@@ -41,7 +42,7 @@ def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int)
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2, pp=2)])
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_what_cannot_be_recorded(layout: Layout, overlapped: bool) -> None:
-    assert buckets(layout, 8, 64, overlapped=overlapped) == []
+    assert recordings(layout, 8, 64, overlapped=overlapped) == ((), ())
 
 
 def test_all_sizes_share_their_inputs() -> None:
@@ -49,23 +50,30 @@ def test_all_sizes_share_their_inputs() -> None:
     graphs = Graphs(
         lambda inputs: pytest.fail("no step is run"),
         torch.device("cpu"),
-        sizes=[1, 8, 4],
+        sizes=Recordings((1, 8, 4), (32, 16)),
+        max_num_seqs=10,
         block_size=PAGE,
         max_model_len=64,
     )
-    batches = [inputs.plan.batch for inputs in graphs._inputs.values()]
-    assert [batch.query_start.tolist() for batch in batches] == [[0, 1], [*range(5)], [*range(9)]]
-    assert [batch.block_table.shape for batch in batches] == [(1, 16), (4, 16), (8, 16)]
-    assert len({batch.block_table.data_ptr() for batch in batches}) == 1
+    decodes = [inputs.plan.batch for inputs in graphs._decodes.values()]
+    assert [batch.query_start.tolist() for batch in decodes] == [[0, 1], [*range(5)], [*range(9)]]
+    assert [batch.block_table.shape for batch in decodes] == [(1, 16), (4, 16), (8, 16)]
+    mixed = [inputs.plan.batch for inputs in graphs._mixed.values()]
+    assert [batch.block_table.shape for batch in mixed] == [(11, 16)] * 2
+    assert len({batch.block_table.data_ptr() for batch in decodes + mixed}) == 1
+    assert [len(inputs.token_ids) for inputs in graphs._mixed.values()] == [16, 32]
 
 
 def test_experts_on_other_ranks_are_recorded_if_one_dispatch_is_enough() -> None:
-    assert buckets(Layout(ep=2), 1000, 2048, overlapped=False) == []
-    assert buckets(Layout(ep=2), 1000, 2048, overlapped=True)[-1] <= DISPATCH_TOKENS
+    assert recordings(Layout(ep=2), 1000, 2048, overlapped=False) == ((), ())
+    for sizes in recordings(Layout(ep=2), 1000, 2048, overlapped=True):
+        assert sizes[-1] == DISPATCH_TOKENS
 
 
 def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
     """Return the tokens of five requests, one of them sampled; and the number of replayed steps.
+
+    The last request's prompt is computed in two chunks, beside decodes of the others.
 
     Unassigned pages hold NaN before and after. All replays store their results in the same memory.
     """
@@ -90,7 +98,7 @@ def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
             nonlocal replays
             if found := replay(*step):  # type: ignore[arg-type]
                 replays += 1
-                places.add(found.logits.local.data_ptr())
+                places.add(found.hidden.data_ptr())
             return found
 
         runner._graphs.replay = counted  # type: ignore[method-assign, assignment]
@@ -103,7 +111,10 @@ def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
         driver.add([5 + i] * (3 + i), 16, temperature=float(i == 1), seed=i)
         for i in range(REQUESTS)
     ]
-    driver.step(*((request, len(request.tokens)) for request in requests))
+    *early, late = requests
+    driver.step(*((request, len(request.tokens)) for request in early))
+    for chunk in (3, len(late.tokens) - 3):
+        driver.step(*((request, 1) for request in early), (late, chunk))
     for unknown in (False, True, True, False)[:DECODES]:
         driver.step(*((request, 1) for request in requests), unknown=unknown)
     driver.step((requests[3], 1), (requests[0], 1))
@@ -125,6 +136,6 @@ def test_padded_steps_give_the_same_tokens_and_touch_no_other_page(
         expected, replays = run(path, cuda_graphs=False)
         assert replays == 0
         found, replays = run(path, cuda_graphs=True)
-    assert replays == DECODES + 1
+    assert replays == MIXED + DECODES + 1
     assert found == expected
     assert len({tuple(output) for output in expected}) > 1
