@@ -174,7 +174,7 @@ class EngineConfig:
             "and in part on TPUs"
         ),
     ] = "auto"
-    cuda_graphs: Annotated[bool, Help("record decode steps as CUDA graphs when loading")] = True
+    cuda_graphs: Annotated[bool, Help("record small steps as CUDA graphs when loading")] = True
     executor: Annotated[Placing, Help("how to start ranks: as processes, or on a Ray cluster")] = (
         "processes"
     )
