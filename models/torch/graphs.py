@@ -89,6 +89,20 @@ def buckets(
     return [size for size in needed if size <= max_num_batched_tokens]
 
 
+def recorded_inputs(
+    device: torch.device, sizes: Sequence[int], block_size: int, max_model_len: int
+) -> tuple[Tensor, dict[int, StepTensors]]:
+    """Make the buffers that recordings read; see Graphs.
+
+    Returns:
+        the vectors in the largest ones; see `_inputs`;
+        the buffers by number of requests.
+    """
+    width = -(-max_model_len // block_size)
+    vectors, most = _inputs(max(sizes, default=0), width, max_model_len, device)
+    return vectors, {size: _first(size, most) for size in sorted(sizes)}
+
+
 class Graphs:
     """Recorded steps.
 
@@ -113,9 +127,7 @@ class Graphs:
         dp_size: int = 1,
         log: bool = True,
     ) -> None:
-        width = -(-max_model_len // block_size)
-        self._vectors, most = _inputs(max(sizes, default=0), width, max_model_len, device)
-        self._inputs = {size: _first(size, most) for size in sorted(sizes)}
+        self._vectors, self._inputs = recorded_inputs(device, sizes, block_size, max_model_len)
         self._forward, self._device, self._log = forward, device, log
         self._most = DISPATCH_TOKENS if dp_size > 1 else None
         self._replays: dict[int, Callable[[], Forward]] = {}
