@@ -63,7 +63,7 @@ class AbsentHome(Home):
 
     @property
     def has_multicast(self) -> bool:
-        """As given."""
+        """True if the GPUs have it."""
         return self._gpu.multicast
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:

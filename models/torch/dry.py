@@ -24,9 +24,11 @@ from weft.models.spec.spec import LayerSpec, ModelSpec, WeightSpec
 from weft.models.torch import warm_up
 from weft.models.torch.exchange import Exchange, Plain
 from weft.models.torch.gpu_model import GpuModel
+from weft.models.torch.gpu_sampler import GpuSampler
 from weft.models.torch.graphs import recorded_inputs
 from weft.models.torch.group import ALONE, Group, Groups
 from weft.models.torch.inputs import StepTensors, put, put_step
+from weft.models.torch.logits import Logits
 from weft.models.torch.overlapped import Overlapped
 
 META = torch.device("meta")
@@ -74,7 +76,7 @@ class DryModel:
         layout = replace(layout, rank=layout.rank % layout.stage_size, pp=1)
         compute: torch.dtype = getattr(torch, dtype)
         self._layout, self._sizes, self._gpu = layout, sizes, gpu
-        groups = _groups(layout)
+        groups = absent_groups(layout)
         with meta_device(gpu.name, gpu.processors):
             exchange: Exchange = Plain(groups)
             if overlapped and layout.world_size > 1:
@@ -89,6 +91,7 @@ class DryModel:
         local = layout.local(spec)
         shape = (sizes.num_blocks, local.num_kv_heads, sizes.block_size, local.head_dim)
         self._cache = [(meta(shape, compute), meta(shape, compute)) for _ in spec.layers]
+        self._sampler = GpuSampler(spec.vocab_size, sizes.max_num_seqs, META)
 
     def step(self, batch: StepInput) -> None:
         """Launch a step's kernels."""
@@ -104,16 +107,20 @@ class DryModel:
         rows = None
         if len(batch.sample_index) < len(batch.token_ids):
             rows = put(META, batch.sample_index)[0].long()
-        self.forward(put_step(META, batch, plan), rows, batch.group_sizes)
+        logits = self.forward(put_step(META, batch, plan), rows, batch.group_sizes)
+        self._sampler.set_slots(batch.new_slots)
+        slots, index = torch.from_numpy(batch.sample_slot), torch.from_numpy(batch.output_index)
+        with torch.inference_mode():
+            self._sampler.sample(logits, slots, index)
 
     def forward(
         self, step: StepTensors, rows: Tensor | None = None, sizes: Sequence[Size] = ()
-    ) -> None:
+    ) -> Logits:
         """Launch the kernels from embedding to logits; see `GpuModel`."""
         model = self._model
         with meta_device(self._gpu.name, self._gpu.processors), torch.inference_mode():
             x = model.embed(step.token_ids)
-            model.logits(model(x, step.positions, self._cache, step.plan, rows, sizes))
+            return model.logits(model(x, step.positions, self._cache, step.plan, rows, sizes))
 
     def warm_up(self) -> None:
         """Launch the kernels of `TorchRunner.warm_up` on a GPU."""
@@ -218,8 +225,8 @@ class _Shapes(Group):
         return x.new_empty(rows[self.index], x.shape[1], dtype=torch.float32)
 
 
-def _groups(layout: Layout) -> Groups:
-    """Return a rank's groups; see `make_groups`."""
+def absent_groups(layout: Layout) -> Groups:
+    """Return a rank's groups without the other ranks: only the shapes of results are right."""
     if layout.world_size == 1:
         return ALONE
     return Groups(

@@ -1,11 +1,12 @@
 """Steps with all kernels: after them, Triton compiles nothing while a server serves.
 
-A kernel's constants depend on a step's numbers in three ways:
+A kernel's constants depend on a step's numbers in four ways:
 
 - Products' tiles are chosen for buckets: up to 16 rows, and up to each power of two
   (kernels/gpu/tuning). Each tile has two variants: for multiples of its rows, and for others.
   Overlapped kernels count one rank's rows.
 - Attention has other tiles for few queries, and one variant for decodes alone.
+- Sampled tokens are drawn from the model's logits, or from edited ones in float32.
 - Decodes' keys are split among 1, 2, 4, ... programs, by the context and the number of requests.
   Recorded decodes keep the number from their recording.
 

@@ -24,7 +24,7 @@ from weft.kernels.gpu.runtime.absent import NoDevice
 from weft.kernels.gpu.runtime.launches import decided
 from weft.kernels.symmetric.absent import AbsentGpu
 from weft.models.checkpoint.locate import read_spec
-from weft.models.interface import StepInput
+from weft.models.interface import SlotSampling, StepInput
 from weft.models.spec.layout import Layout
 from weft.models.torch.dry import DryModel, Sizes
 from weft.models.torch.graphs import buckets
@@ -35,11 +35,16 @@ OTHERS = 400
 
 
 class Shape(NamedTuple):
-    """A step's numbers: requests, the tokens of one of them, and its context; others decode."""
+    """A step's numbers: requests, the tokens of one of them, and its context; others decode.
+
+    All of them sample in the same way, except that only the first one may have a penalty.
+    """
 
     requests: int
     queries: int
     context: int
+    sampling: str
+    prompt: int
 
     @property
     def tokens(self) -> int:
@@ -93,9 +98,22 @@ class Steps:
             sample_index=starts[1:] - 1,
             sample_slot=slots,
             output_index=slots,
+            new_slots=tuple(map(self._sampling(shape), slots.tolist())),
         )
         sizes = self._layout.dp_size * (batch.size,)
         return self._launched(lambda: self._model.step(replace(batch, group_sizes=sizes)))
+
+    def _sampling(self, shape: Shape) -> Callable[[int], SlotSampling]:
+        if shape.sampling == "drawn":
+            return lambda slot: SlotSampling(slot, temperature=0.7, top_p=0.9)
+        if shape.sampling == "biased":
+            return lambda slot: SlotSampling(slot, logit_bias={slot: 2.0})
+        if shape.sampling == "penalty":
+            prompt = range(shape.prompt)
+            return lambda slot: SlotSampling(
+                slot, repetition_penalty=1.0 + (slot == 0), prompt_token_ids=prompt
+            )
+        return SlotSampling
 
     def _launched(self, launch: Callable[[], None]) -> set[tuple[str, str]]:
         self._found = set()
@@ -114,7 +132,9 @@ def others(graphs: bool) -> Iterator[Shape]:
             queries = rng.randrange(2, 40)
         if not graphs and rng.random() < 0.3:
             queries = 1
-        yield Shape(requests, queries, rng.randrange(max(queries, 16), MAX_LEN))
+        context = rng.randrange(max(queries, 16), MAX_LEN)
+        sampling = rng.choice(["greedy", "drawn", "biased", "penalty"])
+        yield Shape(requests, queries, context, sampling, rng.randrange(300, 5000))
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What `compile_ahead` did.
+    """Result of `compile_ahead`.
 
     Attributes:
         kernels: number of kernels.
@@ -89,7 +89,7 @@ def compile_ahead(
 ) -> Ahead:
     """Compile the kernels that `launch` launches on this thread, for the active driver's device.
 
-    The kernels do not run. Those that do not compile are left to their first real launch.
+    The kernels do not run. A kernel that does not compile is left to its first real launch.
 
     Args:
         launch: calls ops; its tensors may be on the meta device.
