@@ -40,6 +40,7 @@ from weft.errors import ConfigError, WeftError
 from weft.kernels.check.barriers import Signals, count_releases
 from weft.kernels.check.machine_code import read_amd, read_nvidia
 from weft.kernels.gpu import lacks_triton_for_amd
+from weft.kernels.gpu.runtime.absent import NoDevice
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.nvshmem import bitcode
 
@@ -357,27 +358,6 @@ class LoneRank(Home):
 
     def _release(self) -> None:
         self._tensors.clear()
-
-
-class NoDevice:
-    """A Triton driver for an absent target. It can only compile."""
-
-    def __init__(self, target: str) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        nvidia = target.startswith("sm_")
-        self._target = (
-            GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
-        )
-
-    def get_current_device(self) -> str:
-        return str(self._target.arch)
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self._target
 
 
 @dataclass(frozen=True, slots=True)

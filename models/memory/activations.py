@@ -12,7 +12,7 @@ from typing import Protocol
 from weft.kernels.cpu.tile_limits import BY_HEAD_SCORES, MAX_TILE_ELEMENTS
 from weft.models.spec.spec import DTYPE_BYTES, MlpSpec, ModelSpec
 
-CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23}
+CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23, "meta": 1 << 23}
 """Logits processed at once, by device type: on a CPU, as many as fit its cache; on a GPU, 55 rows
 of 151,936, which are copied to float32 if they are edited or scored.
 """

@@ -41,6 +41,11 @@ def _missing(index: int) -> str:
     return ""
 
 
+def gpu_name(device: torch.device) -> str | None:
+    """Return a GPU's name, as its driver reports it; None for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def free_memory(device: torch.device) -> int:
     """Return a GPU's free bytes, over all processes that use it."""
     return int(torch.cuda.mem_get_info(device)[0])

@@ -126,19 +126,13 @@ class Graphs:
         dp_size: int = 1,
         log: bool = True,
     ) -> None:
-        decodes, mixed = sizes
-        self._buffers = _Buffers.make(
-            max((*decodes, *mixed), default=0),
-            max((*decodes, *(_requests(size, max_num_seqs) for size in mixed)), default=0),
-            -(-max_model_len // block_size),
-            device,
-        )
+        pages = -(-max_model_len // block_size)
+        self._buffers = Buffers.make(sizes, max_num_seqs, pages, device)
         self._decodes = {
-            size: self._buffers.decodes(size, max_model_len) for size in sorted(decodes)
+            size: self._buffers.decodes(size, max_model_len) for size in sorted(sizes.decodes)
         }
         self._mixed = {
-            size: self._buffers.mixed(size, _requests(size, max_num_seqs), max_model_len)
-            for size in sorted(mixed)
+            size: self._buffers.mixed(size, max_model_len) for size in sorted(sizes.mixed)
         }
         self._forward, self._device, self._log = forward, device, log
         self._max_num_seqs = max_num_seqs
@@ -226,7 +220,7 @@ def capture(run: Callable[[], Result], pool: object) -> Callable[[], Result]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffers:
+class Buffers:
     """Inputs of all recordings, which are never replayed side by side.
 
     Attributes:
@@ -235,6 +229,7 @@ class _Buffers:
         table: int32 [requests, pages]; block tables.
         status: int32 [requests].
         each: int32 [tokens + 1]; 0, 1, 2, ...: starts of queries in decodes.
+        max_num_seqs: maximum number of requests in a step.
     """
 
     vectors: Tensor
@@ -242,10 +237,16 @@ class _Buffers:
     table: Tensor
     status: Tensor
     each: Tensor
+    max_num_seqs: int
 
     @classmethod
-    def make(cls, tokens: int, requests: int, pages: int, device: torch.device) -> _Buffers:
-        """Allocate them; all tokens are padding."""
+    def make(
+        cls, sizes: Recordings, max_num_seqs: int, pages: int, device: torch.device
+    ) -> Buffers:
+        """Allocate them for these recordings; all tokens are padding."""
+        tokens = max((*sizes.decodes, *sizes.mixed), default=0)
+        mixed = (_requests(size, max_num_seqs) for size in sizes.mixed)
+        requests = max((*sizes.decodes, *mixed), default=0)
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         vectors = zeros(4, -(-tokens // ALIGN) * ALIGN)
         vectors[2] = -1
@@ -255,14 +256,16 @@ class _Buffers:
             zeros(requests, pages),
             zeros(requests),
             torch.arange(tokens + 1, dtype=torch.int32, device=device),
+            max_num_seqs,
         )
 
     def decodes(self, requests: int, max_model_len: int) -> StepTensors:
         """Return the inputs for a decode step."""
         return self._step(requests, requests, self.each, 1, max_model_len)
 
-    def mixed(self, tokens: int, requests: int, max_model_len: int) -> StepTensors:
+    def mixed(self, tokens: int, max_model_len: int) -> StepTensors:
         """Return the inputs for another step."""
+        requests = _requests(tokens, self.max_num_seqs)
         return self._step(tokens, requests, self.lengths[0], tokens, max_model_len)
 
     def _step(

@@ -33,7 +33,6 @@ from weft.models.interface import (
     Int32,
     Logprobs,
     Size,
-    SlotSampling,
     StepInput,
     StepOutput,
 )
@@ -62,9 +61,6 @@ CPU = torch.device("cpu")
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of logits in memory at once when a prompt is scored."""
-
-WARM_UP_TOKENS = 32
-"""Maximum prompt length in `warm_up`."""
 
 
 class TorchRunner:
@@ -121,6 +117,7 @@ class TorchRunner:
         self._free_at = 0.0
         self._newest_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._compilations: Compilations | None = None
+        self._recordings = recordings
         self._graphs: Graphs | None = None
         if any(recordings):
             from weft.models.torch.graphs import Graphs  # imports triton
@@ -178,7 +175,7 @@ class TorchRunner:
                 the kernels are overlapped. If it has only this rank, ranks exchange through
                 `groups`. None selects CPU kernels.
             context_home: spans the ranks that share KV heads with this one, for overlapped kernels.
-            cuda_graphs: with Triton kernels, record decode steps and replay them.
+            cuda_graphs: with Triton kernels, record small steps and replay them.
 
         Raises:
             ModelError: the checkpoint does not match `spec`.
@@ -257,24 +254,21 @@ class TorchRunner:
         """
         if self._graphs is not None:
             self._graphs.record()
-        tokens = min(WARM_UP_TOKENS, self._block_size, self._max_tokens)
-        changed = SlotSampling(slot=0, temperature=1.0, logit_bias={0: 1.0})
-        for step in (
-            _equal_requests(range(tokens), SlotSampling(slot=0, temperature=1.0)),
-            _equal_requests(range(tokens - 1, tokens), changed),
-            _equal_requests(range(tokens - 1, tokens), SlotSampling(slot=0)),
+        # Also steps that are replayed: others that are not share kernels with them.
+        graphs, self._graphs = self._graphs, None
+        on_gpu = self._device.type == "cuda"
+        for step in warm_up.steps(
+            self._layout,
+            block_size=self._block_size,
+            max_num_seqs=len(self._newest_token),
+            max_tokens=self._max_tokens,
+            max_model_len=self._max_model_len,
+            on_gpu=on_gpu,
+            recorded=max(self._recordings.decodes, default=0),
         ):
-            self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
-        if self._device.type == "cuda":
-            chunks = [(1, range(tokens)) for tokens in warm_up.prompts(self._max_tokens)]
-            if self._graphs is None:
-                most = min(len(self._newest_token), self._max_tokens)
-                decodes = warm_up.decodes(most, self._max_model_len)
-                chunks += [(requests, range(n - 1, n)) for requests, n in decodes]
-            for requests, positions in chunks:
-                blocks = -(-positions.stop // self._block_size)
-                step = _equal_requests(positions, requests=requests, blocks=blocks)
-                self.step(replace(step, group_sizes=self._layout.dp_size * (step.size,)))
+            self.step(step)
+        self._graphs = graphs
+        if on_gpu:
             from weft.kernels.gpu.runtime.compilations import Compilations  # imports triton
 
             self._compilations = Compilations()
@@ -517,27 +511,6 @@ def _joined(parts: Sequence[Logprobs]) -> Logprobs | None:
         rank=np.concatenate([part.rank for part in parts]),
         top_ids=np.concatenate([part.top_ids for part in parts]),
         top=np.concatenate([part.top for part in parts]),
-    )
-
-
-def _equal_requests(
-    positions: range, *new_slots: SlotSampling, requests: int = 1, blocks: int = 1
-) -> StepInput:
-    """Make a step with equal requests in the first slots; all tokens are 0, all blocks block 0."""
-    starts = len(positions) * np.arange(requests + 1, dtype=np.int32)
-    slots = np.arange(requests, dtype=np.int32)
-    return StepInput(
-        step=0,
-        token_ids=np.zeros(starts[-1], np.int32),
-        positions=np.tile(np.array(positions, np.int32), requests),
-        query_start=starts,
-        context_len=np.full(requests, positions.stop, np.int32),
-        block_table=np.zeros((requests, blocks), np.int32),
-        slot=slots,
-        sample_index=starts[1:] - 1,
-        sample_slot=slots,
-        output_index=np.zeros(requests, np.int32),
-        new_slots=new_slots,
     )
 
 

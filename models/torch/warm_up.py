@@ -1,11 +1,12 @@
 """Steps with all kernels: after them, Triton compiles nothing while a server serves.
 
-A kernel's constants depend on a step's numbers in three ways:
+A kernel's constants depend on a step's numbers in four ways:
 
 - Products' tiles are chosen for buckets: up to 16 rows, and up to each power of two
   (kernels/gpu/tuning). Each tile has two variants: for multiples of its rows, and for others.
   Overlapped kernels count one rank's rows.
 - Attention has other tiles for few queries, and one variant for decodes alone.
+- Sampled tokens are drawn from the model's logits, or from edited ones in float32.
 - Decodes' keys are split among 1, 2, 4, ... programs, by the context and the number of requests.
   Recorded decodes keep the number from their recording.
 
@@ -13,6 +14,60 @@ A kernel's constants depend on a step's numbers in three ways:
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec.structs import replace
+
+from weft.models.interface import SlotSampling, StepInput
+from weft.models.spec.layout import Layout
+
+SHORT = 32
+"""Maximum length of the first prompt."""
+
+
+def steps(
+    layout: Layout,
+    *,
+    block_size: int,
+    max_num_seqs: int,
+    max_tokens: int,
+    max_model_len: int,
+    on_gpu: bool,
+    recorded: int,
+) -> Iterator[StepInput]:
+    """Yield the steps of a warm-up: a short prompt and a decode; on a GPU, all others, too.
+
+    They use block 0 only, before any request owns it.
+
+    Args:
+        layout: the rank's.
+        block_size: tokens in a KV cache block.
+        max_num_seqs: number of slots.
+        max_tokens: maximum number of tokens in a step.
+        max_model_len: maximum number of tokens in a request.
+        on_gpu: Triton compiles the kernels.
+        recorded: decodes of at most so many requests are replayed; see graphs.py. With data-
+            parallel attention, none is while another group has many tokens.
+    """
+    tokens = min(SHORT, block_size, max_tokens)
+    changed = SlotSampling(slot=0, temperature=1.0, logit_bias={0: 1.0})
+    found = [
+        _equal_requests(range(tokens), SlotSampling(slot=0, temperature=1.0)),
+        _equal_requests(range(tokens - 1, tokens), changed),
+        _equal_requests(range(tokens - 1, tokens), SlotSampling(slot=0)),
+    ]
+    if on_gpu:
+        chunks = [(1, range(tokens)) for tokens in prompts(max_tokens)]
+        most = min(max_num_seqs, max_tokens)
+        if most > recorded or layout.dp_size > 1:
+            chunks += [(requests, range(n - 1, n)) for requests, n in decodes(most, max_model_len)]
+        for requests, positions in chunks:
+            blocks = -(-positions.stop // block_size)
+            found.append(_equal_requests(positions, requests=requests, blocks=blocks))
+    for step in found:
+        yield replace(step, group_sizes=layout.dp_size * (step.size,))
 
 
 def prompts(max_tokens: int) -> list[int]:
@@ -40,3 +95,24 @@ def decodes(max_requests: int, max_model_len: int) -> list[tuple[int, int]]:
     requests = {1 << n for n in range(max_requests.bit_length())}
     alone = [(1, length) for length in sorted(lengths)]
     return alone + [(number, max_model_len) for number in sorted(requests - {1})]
+
+
+def _equal_requests(
+    positions: range, *new_slots: SlotSampling, requests: int = 1, blocks: int = 1
+) -> StepInput:
+    """Make a step with equal requests in the first slots; all tokens are 0, all blocks block 0."""
+    starts = len(positions) * np.arange(requests + 1, dtype=np.int32)
+    slots = np.arange(requests, dtype=np.int32)
+    return StepInput(
+        step=0,
+        token_ids=np.zeros(starts[-1], np.int32),
+        positions=np.tile(np.array(positions, np.int32), requests),
+        query_start=starts,
+        context_len=np.full(requests, positions.stop, np.int32),
+        block_table=np.zeros((requests, blocks), np.int32),
+        slot=slots,
+        sample_index=starts[1:] - 1,
+        sample_slot=slots,
+        output_index=np.zeros(requests, np.int32),
+        new_slots=new_slots,
+    )

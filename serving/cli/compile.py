@@ -1,8 +1,9 @@
-"""`weft compile`: a model's steps, compiled for a TPU slice on any machine.
+"""`weft compile`: a model's steps, compiled for a TPU slice or GPUs on any machine.
 
-The report shows each chip's memory use, the share of the traffic between chips that is hidden,
-and the compile times. Compiled steps stay in the folder where `weft serve` looks for them. If the
-model does not fit, the error quotes the compiler and names a slice that is large enough.
+compile_gpu.py does it for GPUs. For TPUs, the report shows each chip's memory use, the share of the
+traffic between chips that is hidden, and the compile times. Compiled steps stay in the folder where
+`weft serve` looks for them. If the model does not fit, the error quotes the compiler and names a
+slice that is large enough.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import click
 
 from weft.errors import ConfigError
 from weft.models.memory.ledger import human_bytes
+from weft.serving.cli import compile_gpu
 from weft.serving.cli.options import TopicCommand, takes
+from weft.serving.config.progress import show_compiling
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.sources import Settings
 
@@ -29,21 +32,27 @@ if TYPE_CHECKING:
 
 @click.command("compile", cls=TopicCommand)
 @click.option(
-    "--for", "topology", required=True, metavar="SLICE", help="TPU chips, such as v5e:4x4"
+    *("--for", "topology"),
+    required=True,
+    metavar="SLICE",
+    help="TPU chips, such as v5e:4x4, or GPUs, such as h100 or h100:8",
 )
 @click.option("--json", "as_json", is_flag=True, help="write JSON")
 @takes(EngineConfig, model=True)
 def compile_steps(settings: Settings, topology: str, as_json: bool) -> int:
-    """Compile MODEL's steps for TPUs, on any machine.
+    """Compile MODEL's steps for TPUs or GPUs, on any machine.
 
-    Reads only config.json, not the weights. Shows each chip's memory use, and how much of the
-    traffic between chips is hidden behind matrix products. Compiled steps stay in
-    --compile-cache for `weft serve`. --tp 1, the default, stands for all devices of the slice.
+    Reads only config.json, not the weights. Compiled steps stay in --compile-cache for `weft
+    serve` with the same settings. For TPUs, shows each chip's memory use, and how much of the
+    traffic between chips is hidden behind matrix products. Without --tp, a model is compiled for
+    all chips of a TPU slice, and for the fewest GPUs with room for it. h100 without a number
+    means as many GPUs as the other settings need.
 
     \b
     weft compile weft-demo --for v5e:2x2
     weft compile Qwen/Qwen3-8B --for v5e:2x4
     weft compile ./Qwen3-30B-A3B --for v6e:2x4 --ep 8 --max-model-len 8192
+    weft compile Qwen/Qwen3-8B --for h100 --compile-cache /srv/kernels
     """
     return run(settings.build(EngineConfig), topology, as_json=as_json)
 
@@ -52,17 +61,27 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     """Compile the steps, and print the report.
 
     Raises:
+        WeftError: a kernel does not compile.
         ConfigError: a setting does not suit the model or the slice, or the model does not fit.
         ModelError: the checkpoint's config.json is missing or not supported.
     """
     from weft.kernels.devices import DEVICES
+
+    device = compile_gpu.device_of(topology)
+    if device is None:
+        raise ConfigError(
+            f"--for is {topology!r}; the device is unknown. It must be GPUs, such as h100:8, or a "
+            f"TPU slice, such as v5e:2x4, with one of {', '.join(DEVICES)}"
+        )
+    if not device.shapes:
+        return compile_gpu.run(config, topology, device, as_json=as_json)
     from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.jax import platform
     from weft.models.memory.activations import sampler_state_bytes
     from weft.models.plan.sizes import block_size
     from weft.models.spec.layout import Layout, check_layout
     from weft.serving.executor.fetch import fetch
-    from weft.serving.executor.jax_loading import cache_folder, check_settings, show_compiling
+    from weft.serving.executor.jax_loading import cache_folder, check_settings
     from weft.serving.executor.loading import compute_dtype, context_length
 
     if not platform.is_installed():
@@ -94,7 +113,7 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
         num_blocks = -(-max_model_len // block)
     platform.keep_compiled(cache_folder(config))
     try:
-        with show_compiling() as compiling:
+        with show_compiling("programs") as compiling:
             programs = aot.compile_model(
                 *(spec, topology, layout),
                 dtype=dtype,

@@ -6,10 +6,13 @@ line appears every ten seconds. Nothing is written to stdout.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 from weft.models.memory.ledger import human_bytes
 
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LINE_EVERY = 10.0  # seconds between two log lines
+
+CompileProgress = Callable[[str, int, int], None]
+
+logger = logging.getLogger(__name__)
 
 
 class Progress:
@@ -123,6 +130,58 @@ class ByteProgress:
 
     def _write(self, text: str) -> None:
         print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def show_compiling(unit: str) -> Iterator[CompileProgress]:
+    """Show on stderr how many are compiled: a bar on a terminal, else log lines.
+
+    Args:
+        unit: "programs" or "kernels".
+
+    Yields:
+        a function to call with a program's name, the number of compiled ones, and of all.
+    """
+    if not sys.stderr.isatty():
+        yield compile_lines(unit)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("compiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bar:
+        task: Any = None
+
+        def progress(name: str, done: int, total: int) -> None:
+            nonlocal task
+            if task is None:
+                task = bar.add_task(name, total=total)
+            bar.update(task, description=name, completed=done, total=total)
+
+        yield progress
+
+
+def compile_lines(unit: str) -> CompileProgress:
+    """Return a function that logs how many are compiled; see `show_compiling`."""
+    last = begin = time.monotonic()
+
+    def progress(name: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if done == total:
+            logger.info("compiled %d %s in %.1f s", total, unit, now - begin)
+        elif now - last >= LINE_EVERY:
+            last = now
+            logger.info("compiling: %d of %d %s%s", done, total, unit, name and f": {name}")
+
+    return progress
 
 
 def _bar() -> Bar:

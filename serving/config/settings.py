@@ -111,7 +111,8 @@ class EngineConfig:
         Backend, Help("torch or jax; auto is jax where all machines have TPUs, else torch")
     ] = "auto"
     compile_cache: Annotated[
-        str | None, Help("folder where jax caches compiled steps; else ~/.cache/weft/jax")
+        str | None,
+        Help("folder for compiled steps; else ~/.cache/weft/jax, or Triton's own on GPUs"),
     ] = None
     dtype: Annotated[
         Dtype,

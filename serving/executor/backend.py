@@ -137,23 +137,27 @@ def interpret_kernels() -> None:
 
 
 def symmetric_bytes(
-    config: EngineConfig, spec: ModelSpec, layout: Layout, dtype: str, device: torch.device
+    config: EngineConfig, spec: ModelSpec, layout: Layout, dtype: str, gpu: str | None
 ) -> int:
-    """Count the bytes in a rank's symmetric memory for overlapped kernels."""
+    """Count the bytes in a rank's symmetric memory for overlapped kernels.
+
+    Args:
+        config, spec, layout, dtype: the settings, the model, the rank, and the compute type.
+        gpu: the GPU's name, as its driver reports it; None on a CPU.
+    """
     import torch
 
     from weft.kernels.symmetric.counting import CountingHome
     from weft.models.torch.overlapped import Overlapped
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = gpu or "CPU"
     counters = [CountingHome(layout.stage_size, name)]
     if layout.cp > 1:
         counters.append(CountingHome(layout.cp, name))
     context_home = counters[1] if layout.cp > 1 else None
     max_tokens = config.max_num_batched_tokens
     Overlapped(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens)
-    on_gpu = device.type == "cuda"
-    return sum(home.segments if on_gpu else home.nbytes for home in counters)
+    return sum(home.nbytes if gpu is None else home.segments for home in counters)
 
 
 def recorded_steps(config: EngineConfig, layout: Layout, kernels: str) -> Recordings:

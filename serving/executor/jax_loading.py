@@ -6,19 +6,16 @@ One process owns all devices on a node. --tp and --ep describe the mesh over all
 from __future__ import annotations
 
 import logging
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError
 from weft.models.spec.spec import ModelSpec
+from weft.serving.config.progress import show_compiling
 from weft.serving.config.settings import EngineConfig
 from weft.serving.executor.loading import (
-    LINE_EVERY,
     RANK_TIMEOUT,
     SINGLE_RANK,
     LoadedModel,
@@ -34,8 +31,6 @@ from weft.serving.executor.placement import kind_of
 
 if TYPE_CHECKING:
     from weft.models.memory.ledger import Ledger
-
-CompileProgress = Callable[[str, int, int], None]
 
 ONLY: dict[str, object] = {
     "cp": 1,
@@ -95,7 +90,7 @@ def load_jax_model(
         scope = f" of each of {config.tp_size} devices" if config.tp_size > 1 else ""
         scope += f" of each of {config.dp} engine cores" if config.dp > 1 else ""
         log_ledger(f"{scope} ({devices[0].device_kind})", ledger)
-    with show_compiling() if is_first else nullcontext(_silent) as show:
+    with show_compiling("programs") if is_first else nullcontext(_silent) as show:
 
         def compiling(name: str, done: int, total: int) -> None:
             context.count_exchange(True)  # counts as progress; all ranks compile the same programs
@@ -231,47 +226,3 @@ def _plan(
 
 def _silent(name: str, done: int, total: int) -> None:
     """Show nothing."""
-
-
-@contextmanager
-def show_compiling() -> Iterator[CompileProgress]:
-    """Show on stderr how many programs are compiled: a bar on a terminal, else log lines."""
-    if not sys.stderr.isatty():
-        yield _lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task: Any = None
-
-        def progress(name: str, done: int, total: int) -> None:
-            nonlocal task
-            if task is None:
-                task = bar.add_task(name, total=total)
-            bar.update(task, description=name, completed=done, total=total)
-
-        yield progress
-
-
-def _lines() -> CompileProgress:
-    last = begin = time.monotonic()
-
-    def progress(name: str, done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done == total:
-            logger.info("compiled %d programs in %.1f s", total, now - begin)
-        elif now - last >= LINE_EVERY:
-            last = now
-            logger.info("compiling: %d of %d programs: %s", done, total, name)
-
-    return progress

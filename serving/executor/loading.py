@@ -25,6 +25,7 @@ from weft.models.memory.ledger import Ledger
 from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.spec import ModelSpec
 from weft.serving.config import logs
+from weft.serving.config.progress import compile_lines
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
 from weft.serving.executor.backend import (
@@ -38,8 +39,10 @@ from weft.serving.executor.backend import (
 )
 
 if TYPE_CHECKING:
+    from weft.kernels.symmetric.memory import Home
     from weft.models.memory.plan import MemoryPlan
     from weft.models.spec.layout import Layout
+    from weft.models.torch.dry import Sizes
 
 LINE_EVERY = 10.0  # seconds between two log lines
 
@@ -131,7 +134,7 @@ def load_model(
     from weft.models.memory.available import available_memory
     from weft.models.memory.ledger import human_bytes
     from weft.models.spec.layout import Layout, check_layout
-    from weft.models.torch.device import choose_device, free_memory
+    from weft.models.torch.device import choose_device, free_memory, gpu_name
     from weft.models.torch.group import make_groups, meet
     from weft.models.torch.runner import TorchRunner
 
@@ -155,9 +158,11 @@ def load_model(
     recorded = NO_RECORDINGS
     if interpreted:
         interpret_kernels()
+    if device.type == "cuda":
+        keep_kernels(config)
     if triton:
         if kernels == "overlapped" and layout.stage_size > 1:
-            buffers = symmetric_bytes(config, spec, layout, dtype, device)
+            buffers = symmetric_bytes(config, spec, layout, dtype, gpu_name(device))
         if device.type == "cuda":
             recorded = recorded_steps(config, layout, kernels)
     store = None
@@ -237,6 +242,18 @@ def load_model(
         )
     torch_runner.allocate_kv_cache(ledger.num_blocks)
     runner: ModelRunner = torch_runner
+    if home is not None and device.type == "cuda":
+        from weft.models.torch.dry import Sizes
+
+        sizes = Sizes(
+            plan.block_size,
+            ledger.num_blocks,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_model_len,
+            recorded,
+        )
+        compile_kernels(config, spec, layout, dtype, sizes, home, kernels, context)
     if interpreted and context.rank == 0:
         logger.info("warming up: a short prompt")
         runner = SlowRunner(runner)
@@ -250,6 +267,66 @@ def load_model(
         hidden_size=spec.hidden_size,
     )
     return LoadedModel(runner, info)
+
+
+def keep_kernels(config: EngineConfig) -> None:
+    """Let Triton keep compiled kernels in --compile-cache; $TRITON_CACHE_DIR precedes it."""
+    if config.compile_cache is not None:
+        folder = Path(config.compile_cache).expanduser().absolute()
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+
+
+def compile_kernels(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: str,
+    sizes: Sizes,
+    home: Home,
+    kernels: str,
+    context: RankContext,
+) -> None:
+    """Compile a rank's kernels in threads, before the warm-up runs them one by one. Collective.
+
+    A kernel that does not compile here is left to the warm-up, which raises its error.
+
+    Args:
+        config, spec, layout, dtype: settings, the whole model, the rank, and the compute type.
+        sizes: of the rank's steps.
+        home: its device.
+        kernels: "overlapped" or "plain".
+        context: the process's rank.
+    """
+    from weft.kernels.symmetric.absent import AbsentGpu
+    from weft.models.torch.dry import compile_warm_up
+
+    ranks, is_first = context.ranks_on_node, context.rank == config.replica.number == 0
+    log = compile_lines("kernels")
+
+    def progress(done: int, total: int) -> None:
+        context.count_exchange(False)  # counts as progress
+        if is_first and done < total:
+            log("", done, total)
+
+    done = compile_warm_up(
+        spec,
+        [layout],
+        dtype,
+        sizes,
+        AbsentGpu.like(home),
+        overlapped=kernels == "overlapped",
+        threads=_threads(config.threads, ranks) or len(os.sched_getaffinity(0)),
+        progress=progress,
+        share=(context.rank % ranks, ranks),
+    )
+    if is_first:
+        logger.info(
+            "compiled %d of %d kernels in %.1f s; the others were in Triton's cache",
+            *(done.compiled, done.kernels, done.seconds),
+        )
+    for name, error in done.failed.items():
+        logger.warning("%s is left to the warm-up, because it does not compile: %s", name, error)
+    home.barrier()  # a rank that launched earlier would wait for the others in its first kernel
 
 
 def fetched(config: EngineConfig, progress: Progress) -> Path:

@@ -1,7 +1,6 @@
-"""A decode step's real launches, without a GPU: every tensor is on torch's meta device.
+"""A decode step's real launches, without a GPU (models/torch/dry.py).
 
-The model's own code runs, with its exchange and its workspaces. Triton launches are noted and left
-out, and so are torch's operators, which only compute shapes.
+Triton launches are noted and left out, and so are torch's operators, which only compute shapes.
 """
 
 from __future__ import annotations
@@ -19,21 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from weft.kernels.check.aot import LoneRank, NoDevice
 from weft.kernels.gpu.attention.inputs import PagedBatch
-from weft.kernels.gpu.matmul import matmul as matmul_module
+from weft.kernels.gpu.runtime.absent import NoDevice
 from weft.kernels.gpu.tuning.costs import Gpu
-from weft.kernels.symmetric.memory import SymmetricTensor
+from weft.kernels.symmetric.absent import AbsentGpu
 from weft.models.interface import Size
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import ModelSpec, WeightSpec
-from weft.models.torch.exchange import Exchange, Plain
-from weft.models.torch.gpu_model import GpuModel
-from weft.models.torch.group import ALONE
-from weft.models.torch.inputs import PagedPlan
-from weft.models.torch.overlapped import Overlapped
+from weft.models.spec.spec import ModelSpec
+from weft.models.torch.dry import DryModel, Sizes, meta
+from weft.models.torch.inputs import PagedPlan, StepTensors
 
-META = torch.device("meta")
 PAGE = 16
 MAX_TOKENS = 2048
 """In a step of the engine, for its workspaces."""
@@ -81,46 +75,6 @@ class Recorded:
     whole: Sequence[Launch]
 
 
-class MetaRank(LoneRank):
-    """A rank with all tensors on the meta device."""
-
-    def __init__(self, world_size: int, target: str) -> None:
-        super().__init__(0, world_size, target)
-        self.device = META
-
-    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """See Home; addresses are numbers that nobody follows."""
-        tensor = super().empty(name, shape, dtype)
-        return dataclasses.replace(tensor, addresses=torch.ones(self.world_size, dtype=torch.int64))
-
-    def _allocate(self, nbytes: int) -> tuple[Tensor, list[int], int]:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=META)
-        self._tensors.append(memory)
-        return memory, [0] * self.world_size, 0
-
-
-class NoWeights:
-    """Stands in for a checkpoint: shapes without contents. See gpu_layers.WeightSource."""
-
-    def __init__(self, spec: ModelSpec, layout: Layout) -> None:
-        self.layout, self._spec = layout, spec
-
-    def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
-        return self.layout.parts(self._spec, weight)
-
-    def read(self, weight: WeightSpec) -> Tensor:
-        return meta([part.stop - part.start for part in self.parts(weight)])
-
-    def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        experts, *rest = self.parts(weight)
-        for _ in range(experts.start, experts.stop):
-            yield meta([part.stop - part.start for part in rest])
-
-
-def meta(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=META)
-
-
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes torch's operators that launch a kernel."""
 
@@ -150,10 +104,7 @@ def _launches(gpu: Gpu) -> Iterator[list[Launch]]:
         found.append(Launch(kernel.fn.__name__, programs, kwargs))
 
     driver.set_active(NoDevice(gpu.target))
-    with (
-        mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(matmul_module, "count_processors", return_value=gpu.processors),
-    ):
+    with mock.patch.object(JITFunction, "run", run):
         yield found
 
 
@@ -187,32 +138,25 @@ def _run(
 ) -> list[Launch]:
     """Return the launches of a step with so many layers."""
     spec = dataclasses.replace(spec, layers=spec.layers[:layers])
-    with _launches(gpu) as launches, torch.inference_mode():
-        exchange: Exchange = Plain(ALONE)
-        if layout.world_size > 1:
-            home = MetaRank(layout.world_size, gpu.target)
-            exchange = Overlapped(home, None, spec, layout, torch.bfloat16, MAX_TOKENS)
-        weights = NoWeights(spec, layout)
-        model = GpuModel(
-            spec, weights, torch.bfloat16, device=META, exchange=exchange, groups=ALONE
-        )
-        local = layout.local(spec)
-        pages = -(-context // PAGE)
-        shape = (users * pages, local.num_kv_heads, PAGE, local.head_dim)
-        cache = [(meta(shape), meta(shape)) for _ in spec.layers]
-        table = ints(users, pages)
-        batch = PagedBatch(
-            ints(users + 1), ints(users), table, ints(users), max_queries=1, max_context=context
-        )
-        plan = PagedPlan(ints(users), ints(users), batch)
-        sizes = [Size(users, users)] * layout.dp_size if layout.dp_size > 1 else []
-
+    pages = -(-context // PAGE)
+    sizes = Sizes(PAGE, users * pages, users, MAX_TOKENS, context)
+    overlapped = layout.world_size > 1
+    batch = PagedBatch(
+        *(ints(users + 1), ints(users), ints(users, pages), ints(users)),
+        max_queries=1,
+        max_context=context,
+    )
+    step = StepTensors(ints(users), ints(users), PagedPlan(ints(users), ints(users), batch))
+    tokens = [Size(users, users)] * layout.dp_size if layout.dp_size > 1 else []
+    with _launches(gpu) as launches:
+        absent = AbsentGpu(gpu.name, gpu.processors, multicast=False)
+        model = DryModel(spec, layout, "bfloat16", sizes, absent, overlapped=overlapped)
+        launches.clear()  # of the model's making
         with _Operators(launches):
-            launches.clear()  # of the model's making
-            x = model.embed(ints(users))
-            model.logits(model(x, ints(users), cache, plan, None, sizes))
+            model.forward(step, sizes=tokens)
         return list(launches)
 
 
 def ints(*shape: int) -> Tensor:
+    """Make a tensor of int32 without memory."""
     return meta(shape, torch.int32)

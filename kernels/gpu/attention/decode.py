@@ -40,9 +40,8 @@ from weft.kernels.gpu.attention.tile import (
     heads_of_tile,
     is_decode,
 )
-from weft.kernels.gpu.matmul.matmul import count_processors
 from weft.kernels.gpu.runtime.arguments import require
-from weft.kernels.gpu.tuning.costs import Config, Problem, best_splits, gpu_of
+from weft.kernels.gpu.tuning.costs import Config, Problem, best_splits, count_processors, gpu_of
 from weft.kernels.gpu.tuning.search import Choice
 
 MAX_SPLITS = 64

@@ -46,14 +46,13 @@ from weft.kernels.gpu.matmul.matmul import (
     Weights,
     choose_tiling,
     count_columns,
-    count_processors,
     form_of,
     multiply_and_finish,
     tile_at,
 )
 from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
 from weft.kernels.gpu.runtime.arguments import Require, require, require_tensor
-from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS
+from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS, count_processors
 from weft.kernels.gpu.tuning.search import Choice
 
 LEAST_GROUPS = 128

@@ -44,6 +44,7 @@ from weft.kernels.gpu.matmul.epilogue import (
     store_tile,
 )
 from weft.kernels.gpu.runtime.arguments import Require, require
+from weft.kernels.gpu.tuning.costs import count_processors
 
 GROUP = 8
 """Number of rows of tiles in a group."""
@@ -502,14 +503,6 @@ def target() -> tuple[str, int]:
         return ("", 0)
     found = driver.active.get_current_target()
     return (found.backend, int(found.arch) if found.backend == "cuda" else 0)
-
-
-@functools.cache
-def count_processors(device: torch.device) -> int:
-    """Return the number of programs with a large tile that run at once; 4 in the interpreter."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int) -> Form:

@@ -1,4 +1,4 @@
-"""Control over every kernel launch of a thread: run it, only load it, or skip it.
+"""Control over every kernel launch of a thread: run it, only compile or load it, or skip it.
 
 Compiling and loading must not happen beside a kernel that waits. Compiling takes long, and the
 driver may delay a module or its memory until the device is idle. A waiting kernel never lets it
@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from weft.errors import WeftError
 
-Action = Literal["run", "load", "skip"]
+Action = Literal["run", "load", "compile", "skip"]
 
 _thread = threading.local()
 _lock = threading.Lock()
@@ -90,9 +90,8 @@ def _run_as_decided(original: Callable[..., Any]) -> Callable[..., Any]:
         action = "run" if decide is None else decide(self.__name__)
         if action == "skip":
             return None
-        load = action == "load"
-        kernel = original(self, *args, grid=grid, warmup=warmup or load, **kwargs)
-        if load and kernel is not None:
+        kernel = original(self, *args, grid=grid, warmup=warmup or action != "run", **kwargs)
+        if action == "load" and kernel is not None:
             _ = kernel.run  # the property loads the module
         return kernel
 

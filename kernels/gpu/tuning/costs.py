@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -266,10 +267,43 @@ def device_named(name: str) -> Gpu:
     return next((gpu for gpu in GPUS if gpu.name in name), UNKNOWN)
 
 
+@contextmanager
+def meta_device(name: str, processors: int) -> Iterator[None]:
+    """Within, torch's meta device stands for a GPU, in all threads.
+
+    Args:
+        name: the name that the GPU's driver gives, or part of it.
+        processors: number of SMs or CUs.
+    """
+    global _meta
+    before, _meta = _meta, (device_named(name), processors)
+    try:
+        yield
+    finally:
+        _meta = before
+
+
+_meta = UNKNOWN, UNKNOWN.processors
+
+
 def gpu_of(device: torch.device) -> Gpu:
     """Return the figures of a torch device. In the interpreter, these are the H100's."""
+    if device.type == "meta":
+        return _meta[0]
     cuda = device.type == "cuda"
     return device_named(torch.cuda.get_device_name(device)) if cuda else UNKNOWN
+
+
+def count_processors(device: torch.device) -> int:
+    """Return the number of programs with a large tile that run at once; 4 in the interpreter."""
+    if device.type == "meta":
+        return _meta[1]
+    return _count_processors(device) if device.type == "cuda" else 4
+
+
+@functools.cache
+def _count_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def device_for(target: str) -> Gpu:

@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.runtime.driver import driver
 
-from weft.kernels.check.aot import NoDevice
+from weft.kernels.gpu.runtime.absent import NoDevice
 
 variants = {}
 
