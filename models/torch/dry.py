@@ -85,7 +85,7 @@ class DryModel:
                 of_context = AbsentHome(layout.context, layout.cp, gpu) if layout.cp > 1 else None
                 most = sizes.max_num_batched_tokens
                 exchange = Overlapped(home, of_context, spec, layout, compute, most)
-            weights = _NoWeights(spec, layout)
+            weights = NoWeights(spec, layout)
             self._model = GpuModel(
                 spec, weights, compute, device=META, exchange=exchange, groups=groups
             )
@@ -198,7 +198,7 @@ def _form(value: Any) -> Any:
     return value
 
 
-class _NoWeights:
+class NoWeights:
     """Stands in for a checkpoint: shapes without contents. See gpu_layers.WeightSource."""
 
     def __init__(self, spec: ModelSpec, layout: Layout) -> None:

@@ -16,15 +16,14 @@ from support.steps import Driver
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from gpu.model.recorded import META, NoWeights
 from support.dispatched import left_out
 
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import DispatchingRunner
-from weft.models.memory import activations
 from weft.models.spec.layout import WHOLE
+from weft.models.torch.dry import META, NoWeights
 from weft.models.torch.exchange import Plain
 from weft.models.torch.gpu_model import GpuModel
 from weft.models.torch.group import ALONE
@@ -114,11 +113,10 @@ def test_cpus_and_pipeline_stages_are_not_dispatched(path: Path) -> None:
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_host_reads_nothing_from_the_device_in_a_step(
-    path: Path, sampling: dict[str, Any], masked: bool, monkeypatch: pytest.MonkeyPatch
+    path: Path, sampling: dict[str, Any], masked: bool
 ) -> None:
     """Tensors on the meta device have no contents, so reading one is an error."""
     spec = read_spec(path)
-    monkeypatch.setitem(activations.CHUNK_LOGITS, "meta", 1 << 20)
     model = GpuModel(
         spec,
         NoWeights(spec, WHOLE),

@@ -79,7 +79,7 @@ def listen(*, src, cache_hit, **details):
     found[cache_hit].append(src.name)
 
 triton.knobs.compilation.listener = listen
-with decided(lambda name: launched.append(name) or "compile"):
+with decided(lambda name: launched.append(name) or "compile"), torch.inference_mode():
     runner.warm_up()
     for step in warm_up.steps(
         layout,
