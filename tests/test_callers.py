@@ -20,14 +20,11 @@ APART = ("weft.kernels.check", "weft.kernels.interpreter", "weft.kernels.referen
 
 LATENT = "models with latent attention are not loaded yet"
 BEYOND = "engines over several NVLink domains exchange through NCCL"
-REPLICATED = "with --tp, all ranks have all tokens of a mixture of experts"
 TUNED = "for a machine with GPUs: writes the tuning file, which serving reads"
 WAITING = {
     "weft.kernels.gpu.attention.mla": LATENT,
     "weft.kernels.gpu.attention.sequence_parallel": "with --cp, prefill gathers the queries",
     "weft.kernels.gpu.collectives.all_reduce_norm": "no GPU has shown that it beats two kernels",
-    "weft.kernels.gpu.experts.all_gather_grouped_matmul": REPLICATED,
-    "weft.kernels.gpu.experts.grouped_matmul_reduce_scatter": REPLICATED,
     "weft.kernels.gpu.experts.dispatch_two_level": BEYOND,
     "weft.kernels.gpu.experts.placement.balanced": "no load of experts is measured yet",
     "weft.kernels.gpu.matmul.decomposed": "compared with fused products on a machine with GPUs",

@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
+    GatherGroupsWorkspace,
+    all_gather_grouped_matmul,
+    make_plan,
+)
 from weft.kernels.gpu.experts.combine import combine
 from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_combine, moe_dispatch
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
+    ReduceGroupsWorkspace,
+    grouped_matmul_reduce_scatter,
+)
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.models.spec.layout import Layout
@@ -91,7 +100,8 @@ class Experts:
 
     def __init__(self, spec: MoeSpec, load: WeightLoader) -> None:
         self._router = Linear([load(spec.router)])
-        self._first = load.parts(spec.gate)[0].start
+        own = load.parts(spec.gate)[0]
+        self._own, self._num_experts = range(own.start, own.stop), spec.router.shape[0]
         self._gate_up = [load.stack(spec.gate).mT, load.stack(spec.up).mT]
         self._down = load.stack(spec.down).mT
         self._top_k = spec.top_k
@@ -100,8 +110,42 @@ class Experts:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks."""
         ids, weights = self._route(x)
-        pairs = sort_by_expert(ids, len(self._down), self._first)
+        pairs = sort_by_expert(ids, len(self._own), self._own.start)
         return combine(self._run(x, pairs.offsets, order=pairs.order), pairs.inverse, weights)
+
+    def run_sharded(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        gather: GatherGroupsWorkspace,
+        reduce: ReduceGroupsWorkspace,
+        count: Callable[[], None],
+    ) -> Tensor:
+        """Run the experts for all ranks' tokens, beside the exchanges. Collective.
+
+        Args:
+            x: this rank's tokens, [T, hidden]; the same T on all ranks.
+            residual: [T, hidden], added to the sum over the ranks.
+            gather, reduce: workspaces of the first product and of the last.
+            count: called before each exchange.
+
+        Returns:
+            [T, hidden].
+        """
+        plan = make_plan(*self._route(x), self._num_experts)
+        plans = plan.new_empty(gather.world_size, len(plan))
+        count()
+        inner = all_gather_grouped_matmul(
+            *(x, self._gate_up, plan, gather),
+            epilogue=Epilogue(silu_multiply=True),
+            plans=plans,
+            own=self._own,
+        )
+        count()
+        epilogue = Epilogue(residual=residual)
+        return grouped_matmul_reduce_scatter(
+            *(inner, self._down, plans, reduce), epilogue=epilogue, own=self._own
+        )
 
     def run_dispatched(
         self, x: Tensor, max_tokens: int, workspace: LowLatencyWorkspace, count: Callable[[], None]

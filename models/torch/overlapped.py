@@ -16,11 +16,13 @@ Between few and many, all tokens are on all ranks, too. But matmul_all_reduce wo
 each rank. So torch's product is followed by an all_reduce, and the next norm adds x.
 
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for sharding tokens between
-products.) With experts, each rank runs its part for all tokens:
+products.) With experts, each rank runs its part for all tokens: its own experts, or its own width:
 
-     all_gather, if tokens are sharded; route, sort_by_expert
-     grouped_matmul          silu(gate) * up, then down: own experts, or own width of all
-     all_reduce              or reduce_scatter, if tokens are sharded; + x
+     few tokens                                         many
+     route, sort_by_expert                              route, make_plan: own tokens
+     grouped_matmul      silu(gate) * up                all_gather_grouped_matmul
+     grouped_matmul      down                           grouped_matmul_reduce_scatter: down, + x
+     all_reduce          + x
 
 If ranks share KV heads by position (context parallel), each rank attends with all their heads, over
 its own pages:
@@ -77,11 +79,18 @@ from weft.kernels.gpu.collectives.all_reduce import (
     all_reduce_workspace,
 )
 from weft.kernels.gpu.collectives.reduce_scatter import (
-    ReduceScatterWorkspace,
     reduce_scatter,
     reduce_scatter_workspace,
 )
+from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
+    GatherGroupsWorkspace,
+    all_gather_grouped_matmul_workspace,
+)
 from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_workspace
+from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
+    ReduceGroupsWorkspace,
+    grouped_matmul_reduce_scatter_workspace,
+)
 from weft.kernels.gpu.experts.placement import even
 from weft.kernels.gpu.matmul.all_gather_matmul import (
     GatherWorkspace,
@@ -140,24 +149,32 @@ class _Workspaces:
     matmul_reduce_scatter: ReduceWorkspace
     matmul_all_reduce: ReduceWorkspace
     all_gather: AllGatherWorkspace
-    reduce_scatter: ReduceScatterWorkspace
     all_reduce: AllReduceWorkspace
+    all_gather_grouped_matmul: GatherGroupsWorkspace | None
+    grouped_matmul_reduce_scatter: ReduceGroupsWorkspace | None
 
     @classmethod
     def make(
-        cls, home: Home, max_tokens: int, limits: Limits, hidden: int, dtype: torch.dtype
+        cls, home: Home, max_tokens: int, limits: Limits, spec: ModelSpec, dtype: torch.dtype
     ) -> _Workspaces:
         """Make workspaces for up to `max_tokens`. Collective."""
+        hidden, moe = spec.hidden_size, _experts_of(spec)
         rows = -(-max_tokens // home.world_size)
         fused, replicated = (min(max_tokens, limit) for limit in limits)
         methods = (*EXCHANGES["all_reduce"], *(("multimem",) if home.has_multicast else ()))
+        gather = reduce = None
+        if moe is not None and max_tokens > limits.replicated:
+            each = (rows, hidden, moe.router.shape[0], moe.top_k, dtype)
+            gather = all_gather_grouped_matmul_workspace(home, *each)
+            reduce = grouped_matmul_reduce_scatter_workspace(home, *each)
         return cls(
             all_gather_matmul_workspace(home, rows, hidden, dtype),
             matmul_reduce_scatter_workspace(home, rows, hidden, dtype),
             matmul_all_reduce_workspace(home, fused, hidden, dtype),
             all_gather_workspace(home, rows * hidden, dtype),
-            reduce_scatter_workspace(home, rows * hidden, dtype),
             all_reduce_workspace(home, replicated * hidden, dtype, methods),
+            gather,
+            reduce,
         )
 
     def __iter__(self) -> Iterator[Workspace]:
@@ -166,9 +183,10 @@ class _Workspaces:
             self.matmul_reduce_scatter,
             self.matmul_all_reduce,
             self.all_gather,
-            self.reduce_scatter,
             self.all_reduce,
         )
+        if self.all_gather_grouped_matmul and self.grouped_matmul_reduce_scatter:
+            yield from (self.all_gather_grouped_matmul, self.grouped_matmul_reduce_scatter)
 
 
 class _ContextParallelAttention:
@@ -280,7 +298,7 @@ class Overlapped:
         if layout.dp_size > 1:
             self._dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
         else:
-            self._workspaces = _Workspaces.make(home, max_tokens, limits, spec.hidden_size, dtype)
+            self._workspaces = _Workspaces.make(home, max_tokens, limits, spec, dtype)
         if context_home is not None:
             self._context_attention = _ContextParallelAttention(
                 context_home, local, max_tokens, dtype, limits.replicated, count
@@ -358,11 +376,14 @@ class Overlapped:
             assert self._dispatch is not None
             own = experts.run_dispatched(normed, max(tokens), self._dispatch, self._count)
             return Stream(x, own)
+        if sharded:
+            gather = self._workspaces.all_gather_grouped_matmul
+            reduce = self._workspaces.grouped_matmul_reduce_scatter
+            assert gather is not None, "made for steps of this size"
+            assert reduce is not None
+            return Stream(experts.run_sharded(normed, x, gather, reduce, self._count))
         self._count()
-        if not sharded:
-            return Stream(x, all_reduce(experts(normed), self._workspaces.all_reduce))
-        gathered = all_gather(normed, self._workspaces.all_gather)
-        return Stream(x, reduce_scatter(experts(gathered), self._workspaces.reduce_scatter))
+        return Stream(x, all_reduce(experts(normed), self._workspaces.all_reduce))
 
     def faults(self) -> list[Tensor]:
         """See Exchange."""
@@ -411,8 +432,14 @@ def _dispatch_workspace(
     home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype
 ) -> LowLatencyWorkspace:
     """Make one workspace for all expert layers, which have equally many experts. Collective."""
-    blocks = [layer.feed_forward for layer in spec.layers]
-    moe = next(block for block in blocks if isinstance(block, MoeSpec))
+    moe = _experts_of(spec)
+    assert moe is not None, "only experts are split beyond attention"
     placement = even(moe.gate.shape[0], home.world_size)
     max_dispatched = min(max_tokens, DISPATCH_TOKENS)
     return moe_workspace(home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)
+
+
+def _experts_of(spec: ModelSpec) -> MoeSpec | None:
+    """Return a layer's experts; all layers with experts have equally many. None without experts."""
+    blocks = (layer.feed_forward for layer in spec.layers)
+    return next((block for block in blocks if isinstance(block, MoeSpec)), None)

@@ -59,9 +59,9 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 
 def ways_of(model: str, size: int) -> tuple[Way, Way, Way]:
-    """The ways of a layer's products and its experts' exchange."""
+    """The ways of a layer's products, also of its experts."""
     products = products_of(Layout(size).local(read_spec(locate(model))))
-    assert bool(products.sums) == ("moe" in model)
+    assert len(products.expert_begins) == len(products.expert_ends) == ("moe" in model)
     return three_ways(size, *products)
 
 
