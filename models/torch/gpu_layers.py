@@ -24,6 +24,7 @@ from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
     ReduceGroupsWorkspace,
     grouped_matmul_reduce_scatter,
 )
+from weft.kernels.gpu.experts.placement import Tables
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.models.spec.layout import Layout
@@ -62,10 +63,14 @@ class WeightLoader:
         biases = [self(spec.bias) for spec in specs if spec.bias is not None]
         return Linear([self(spec.weight) for spec in specs], biases)
 
-    def stack(self, weight: WeightSpec) -> Tensor:
-        """Load this rank's tensors for a per-expert weight, [experts, ...]."""
-        tensors = (x.to(self._device, self._dtype) for x in self._weights.read_each(weight))
-        return torch.stack(list(tensors))
+    def stack(self, weight: WeightSpec, copies: int = 0) -> Tensor:
+        """Load this rank's tensors for a per-expert weight: [experts + copies, ...].
+
+        Copies are of the first experts, in turn.
+        """
+        each = self._weights.read_each(weight)
+        tensors = [tensor.to(self._device, self._dtype) for tensor in each]
+        return torch.stack([tensors[i % len(tensors)] for i in range(len(tensors) + copies)])
 
 
 class Linear:
@@ -96,16 +101,32 @@ class Linear:
 
 
 class Experts:
-    """This rank's experts, or its part in every expert."""
+    """This rank's experts, or its part in every expert.
 
-    def __init__(self, spec: MoeSpec, load: WeightLoader) -> None:
+    Args:
+        spec: the experts.
+        load: reads the weights.
+        copies: number of slots beyond one for each of this rank's experts.
+
+    Attributes:
+        tables: the placement of this layer's experts, if it differs between layers.
+    """
+
+    tables: Tables | None = None
+
+    def __init__(self, spec: MoeSpec, load: WeightLoader, copies: int = 0) -> None:
         self._router = Linear([load(spec.router)])
         own = load.parts(spec.gate)[0]
         self._own, self._num_experts = range(own.start, own.stop), spec.router.shape[0]
-        self._gate_up = [load.stack(spec.gate).mT, load.stack(spec.up).mT]
-        self._down = load.stack(spec.down).mT
+        self._gate_up = [load.stack(spec.gate, copies).mT, load.stack(spec.up, copies).mT]
+        self._down = load.stack(spec.down, copies).mT
         self._top_k = spec.top_k
         self._normalize = spec.normalize
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of this rank's slots, each contiguous: [slots, ...]."""
+        return [weight.mT for weight in (*self._gate_up, self._down)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks."""
@@ -155,7 +176,7 @@ class Experts:
         Args:
             x: this rank's tokens; T may be 0.
             max_tokens: maximum T over the ranks.
-            workspace: a workspace for evenly placed experts.
+            workspace: a workspace for these experts, on their ranks.
             count: called before each exchange.
         """
         ids, weights = self._route(x)
@@ -163,7 +184,7 @@ class Experts:
         for start in range(0, max_tokens, workspace.max_tokens):
             chunk = slice(start, start + workspace.max_tokens)
             count()
-            sent = moe_dispatch(x[chunk], ids[chunk], workspace)
+            sent = moe_dispatch(x[chunk], ids[chunk], workspace, tables=self.tables)
             # The buffer has capacity for the maximum; on average, a rank receives as many rows as
             # it sends.
             out = self._run(sent.rows, sent.offsets, expected=ids[chunk].numel())

@@ -40,6 +40,8 @@ With data-parallel attention, each rank has all attention weights and its own to
     grouped_matmul          silu(gate) * up, then down: own experts, for the received tokens
     moe_combine             outputs back; + x
 
+balance.py moves experts between the ranks.
+
 Larger steps are dispatched in chunks of DISPATCH_TOKENS. All ranks know each rank's number of
 tokens, so they make the same calls.
 
@@ -91,7 +93,7 @@ from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
     ReduceGroupsWorkspace,
     grouped_matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.experts.placement import doubled, even
 from weft.kernels.gpu.matmul.all_gather_matmul import (
     GatherWorkspace,
     all_gather_matmul,
@@ -270,9 +272,11 @@ class Overlapped:
         dtype: compute dtype.
         max_tokens: maximum number of tokens in a step.
         count: called at each exchange.
+        copies: slots for experts on each rank beyond one for each of its own.
 
     Attributes:
         workspaces: the workspaces of all ops.
+        dispatch: that of moe_dispatch, with data-parallel attention.
 
     Raises:
         TuningError: rank 0's tuning file is damaged.
@@ -287,16 +291,17 @@ class Overlapped:
         dtype: torch.dtype,
         max_tokens: int,
         count: Count = lambda: None,
+        copies: int = 0,
     ) -> None:
         assert layout.can_overlap, layout
         self._home, self._count = home, count
         self._workspaces: _Workspaces | None = None
-        self._dispatch: LowLatencyWorkspace | None = None
+        self.dispatch: LowLatencyWorkspace | None = None
         self._context_attention: _ContextParallelAttention | None = None
         local = layout.local(spec)
         self._limits = limits = token_limits(home, local, dtype, max_tokens)
         if layout.dp_size > 1:
-            self._dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
+            self.dispatch = _dispatch_workspace(home, spec, max_tokens, dtype, copies)
         else:
             self._workspaces = _Workspaces.make(home, max_tokens, limits, spec, dtype)
         if context_home is not None:
@@ -306,7 +311,7 @@ class Overlapped:
         parts = (
             self._workspaces or (),
             self._context_attention or (),
-            [self._dispatch] if self._dispatch else (),
+            [self.dispatch] if self.dispatch else (),
         )
         self.workspaces: list[Workspace] = [workspace for part in parts for workspace in part]
 
@@ -373,8 +378,8 @@ class Overlapped:
     ) -> Stream:
         """See Exchange."""
         if self._workspaces is None:
-            assert self._dispatch is not None
-            own = experts.run_dispatched(normed, max(tokens), self._dispatch, self._count)
+            assert self.dispatch is not None
+            own = experts.run_dispatched(normed, max(tokens), self.dispatch, self._count)
             return Stream(x, own)
         if sharded:
             gather = self._workspaces.all_gather_grouped_matmul
@@ -429,12 +434,12 @@ def token_limits(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: i
 
 
 def _dispatch_workspace(
-    home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype
+    home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype, copies: int
 ) -> LowLatencyWorkspace:
     """Make one workspace for all expert layers, which have equally many experts. Collective."""
     moe = _experts_of(spec)
     assert moe is not None, "only experts are split beyond attention"
-    placement = even(moe.gate.shape[0], home.world_size)
+    placement = doubled(even(moe.gate.shape[0], home.world_size), copies)
     max_dispatched = min(max_tokens, DISPATCH_TOKENS)
     return moe_workspace(home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)
 

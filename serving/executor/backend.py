@@ -47,6 +47,16 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
     Raises:
         ConfigError: the device or the kernels do not support the settings.
     """
+    chosen = _choose_kernels(config, layout, device)
+    if chosen == "plain" and config.redundant_experts:
+        raise ConfigError(
+            f"--redundant-experts is {config.redundant_experts}; it needs --kernels overlapped, "
+            f"and --kernels {config.kernels} is plain here"
+        )
+    return chosen
+
+
+def _choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     gpu = device.type == "cuda"
     if (gpu or config.kernels == "overlapped") and config.quantization != "none":
         which = "on GPUs" if gpu else "with --kernels overlapped"
@@ -156,7 +166,11 @@ def symmetric_bytes(
         counters.append(CountingHome(layout.cp, name))
     context_home = counters[1] if layout.cp > 1 else None
     max_tokens = config.max_num_batched_tokens
-    Overlapped(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens)
+    copies = config.redundant_experts // config.ep
+    Overlapped(
+        *(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens),
+        copies=copies,
+    )
     return sum(home.nbytes if gpu is None else home.segments for home in counters)
 
 

@@ -121,7 +121,7 @@ def require_own(require: Require, own: range | None, experts: int) -> range:
 
 
 class Routed(NamedTuple):
-    """What the plans are about: one kernel argument (peers.py).
+    """Numbers of experts and choices: one kernel argument (peers.py).
 
     Attributes:
         experts: E.

@@ -47,6 +47,17 @@ def test_auto_overlaps_on_gpus_of_one_node_where_the_layout_can() -> None:
     assert choose_kernels(stages, layout, CPU) == "plain"
 
 
+def test_copies_of_experts_need_overlapped_kernels() -> None:
+    config, layout = EngineConfig(ep=2, redundant_experts=4), Layout(ep=2)
+    assert choose_kernels(replace(config, kernels="overlapped"), layout, CPU) == "overlapped"
+    assert choose_kernels(config, layout, GPU) == "overlapped"
+    with pytest.raises(ConfigError, match="--redundant-experts is 4; it needs --kernels overlapp"):
+        choose_kernels(config, layout, CPU)
+    apart = Replica(slice=(NodeSlice(0, (0,)), NodeSlice(1, (0,))))
+    with pytest.raises(ConfigError, match="and --kernels auto is plain here"):
+        choose_kernels(replace(config, replica=apart), layout, GPU)
+
+
 @pytest.fixture
 def nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """All GPUs that reach each other have atomics there."""
