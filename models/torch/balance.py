@@ -30,9 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace
 from weft.kernels.gpu.experts.placement import Placement, Tables, balanced
-from weft.models.torch.gpu_layers import Experts
+from weft.models.torch.gpu_layers import DispatchWorkspace, Experts
 from weft.models.torch.group import Group
 from weft.models.torch.results import Results
 
@@ -75,7 +74,7 @@ class Balancer:
     """
 
     def __init__(
-        self, layers: Sequence[Experts], workspace: LowLatencyWorkspace, group: Group
+        self, layers: Sequence[Experts], workspace: DispatchWorkspace, group: Group
     ) -> None:
         self._layers, self._workspace, self._group = layers, workspace, group
         placement = workspace.placement

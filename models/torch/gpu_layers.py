@@ -19,6 +19,12 @@ from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
 )
 from weft.kernels.gpu.experts.combine import combine
 from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_combine, moe_dispatch
+from weft.kernels.gpu.experts.dispatch_two_level import (
+    TwoLevelExpertWorkspace,
+    moe_combine_two_level,
+    moe_dispatch_two_level,
+)
+from weft.kernels.gpu.experts.expert_tokens import Arrived
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
 from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
     ReduceGroupsWorkspace,
@@ -29,6 +35,9 @@ from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import LinearSpec, MoeSpec, WeightSpec
+
+DispatchWorkspace = LowLatencyWorkspace | TwoLevelExpertWorkspace
+"""With ranks beyond NVLink, the second."""
 
 
 class WeightSource(Protocol):
@@ -169,7 +178,7 @@ class Experts:
         )
 
     def run_dispatched(
-        self, x: Tensor, max_tokens: int, workspace: LowLatencyWorkspace, count: Callable[[], None]
+        self, x: Tensor, max_tokens: int, workspace: DispatchWorkspace, count: Callable[[], None]
     ) -> Tensor:
         """Run the experts on all ranks; [T, hidden] -> [T, hidden]. Collective.
 
@@ -183,16 +192,29 @@ class Experts:
         mixed = []
         for start in range(0, max_tokens, workspace.max_tokens):
             chunk = slice(start, start + workspace.max_tokens)
+            tokens, chosen, shares = x[chunk], ids[chunk], weights[chunk]
             count()
-            sent = moe_dispatch(x[chunk], ids[chunk], workspace, tables=self.tables)
-            # The buffer has capacity for the maximum; on average, a rank receives as many rows as
-            # it sends.
-            out = self._run(sent.rows, sent.offsets, expected=ids[chunk].numel())
+            if isinstance(workspace, LowLatencyWorkspace):
+                sent = moe_dispatch(tokens, chosen, workspace, tables=self.tables)
+                out = self._run_arrived(sent, chosen)
+                count()
+                mixed.append(moe_combine(out, shares, sent, workspace))
+                continue
+            crossed = moe_dispatch_two_level(tokens, chosen, shares, workspace, tables=self.tables)
+            out = self._run_arrived(crossed, chosen)
             count()
-            mixed.append(moe_combine(out, weights[chunk], sent, workspace))
+            mixed.append(moe_combine_two_level(out, crossed, workspace))
         if len(mixed) == 1:
             return mixed[0]
         return torch.cat(mixed) if mixed else x
+
+    def _run_arrived(self, arrived: Arrived, ids: Tensor) -> Tensor:
+        """Run this rank's experts over received rows; `ids` are the experts of those it sent.
+
+        The buffer has capacity for the maximum. On average, a rank receives as many rows as it
+        sends.
+        """
+        return self._run(arrived.rows, arrived.offsets, expected=ids.numel())
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose each token's experts, int32 [T, k], and their weights, float32 [T, k]."""

@@ -40,6 +40,9 @@ With data-parallel attention, each rank has all attention weights and its own to
     grouped_matmul          silu(gate) * up, then down: own experts, for the received tokens
     moe_combine             outputs back; + x
 
+Between ranks without addresses for each other, on several nodes, moe_dispatch_two_level and
+moe_combine_two_level do the same. A token then crosses to each node once.
+
 balance.py moves experts between the ranks.
 
 Larger steps are dispatched in chunks of DISPATCH_TOKENS. All ranks know each rank's number of
@@ -48,7 +51,7 @@ tokens, so they make the same calls.
 The tuning file or the kernels' cost model says how many tokens are few or many (`token_limits`).
 
 Not handled: experts on more ranks than attention, unless each rank has all attention weights;
-prefill tokens that cross to each node only once (moe_dispatch_two_level).
+products and collectives between nodes.
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     GatherGroupsWorkspace,
     all_gather_grouped_matmul_workspace,
 )
-from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_workspace
+from weft.kernels.gpu.experts.dispatch import moe_workspace
+from weft.kernels.gpu.experts.dispatch_two_level import moe_two_level_workspace
 from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
     ReduceGroupsWorkspace,
     grouped_matmul_reduce_scatter_workspace,
@@ -119,7 +123,7 @@ from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.crossover import predicted_limits, products_of
 from weft.models.torch.exchange import Stream, attend, multiply
-from weft.models.torch.gpu_layers import Experts, Linear
+from weft.models.torch.gpu_layers import DispatchWorkspace, Experts, Linear
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +300,7 @@ class Overlapped:
         assert layout.can_overlap, layout
         self._home, self._count = home, count
         self._workspaces: _Workspaces | None = None
-        self.dispatch: LowLatencyWorkspace | None = None
+        self.dispatch: DispatchWorkspace | None = None
         self._context_attention: _ContextParallelAttention | None = None
         local = layout.local(spec)
         self._limits = limits = token_limits(home, local, dtype, max_tokens)
@@ -435,13 +439,16 @@ def token_limits(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: i
 
 def _dispatch_workspace(
     home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype, copies: int
-) -> LowLatencyWorkspace:
+) -> DispatchWorkspace:
     """Make one workspace for all expert layers, which have equally many experts. Collective."""
     moe = _experts_of(spec)
     assert moe is not None, "only experts are split beyond attention"
     placement = doubled(even(moe.gate.shape[0], home.world_size), copies)
     max_dispatched = min(max_tokens, DISPATCH_TOKENS)
-    return moe_workspace(home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)
+    made = (home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)
+    if home.ranks_per_node < home.world_size:
+        return moe_two_level_workspace(*made, ranks_per_node=home.ranks_per_node)
+    return moe_workspace(*made)
 
 
 def _experts_of(spec: ModelSpec) -> MoeSpec | None:

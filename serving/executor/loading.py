@@ -217,7 +217,7 @@ def load_model(
             )
     home = context_home = None
     if triton:
-        home, context_home = homes(layout, device, kernels, groups, store)
+        home, context_home = homes(layout, device, kernels, groups, store, config.replica.slice)
     torch_runner = TorchRunner.load(
         path,
         spec,
