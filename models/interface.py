@@ -205,6 +205,8 @@ class StepOutput(msgspec.Struct, frozen=True):
         seconds: time that the step took on the device. With pipeline stages, time in the last
             stage, without waiting for other stages.
         compilations: kernels or programs compiled meanwhile; the step waited for them.
+        expert_rows: rows for experts on the rank with the most, and on a rank on average; summed
+            over layers, and over the steps in which they were counted.
     """
 
     step: int
@@ -215,6 +217,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     pooled: Float32 = msgspec.field(default_factory=lambda: NO_VECTORS)
     seconds: float = 0.0
     compilations: int = 0
+    expert_rows: tuple[float, float] = (0.0, 0.0)
 
 
 Step = tuple[StepInput | None, ...]

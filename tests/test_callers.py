@@ -19,28 +19,23 @@ ROOT = Path(__file__).parent.parent
 APART = ("weft.kernels.check", "weft.kernels.interpreter", "weft.kernels.reference")
 
 LATENT = "models with latent attention are not loaded yet"
-BEYOND = "engines over several NVLink domains exchange through NCCL"
-REPLICATED = "with --tp, all ranks have all tokens of a mixture of experts"
+NO_SIGNAL = "ops put with a signal; the checker's tests plant this one as a fault"
 TUNED = "for a machine with GPUs: writes the tuning file, which serving reads"
 WAITING = {
     "weft.kernels.gpu.attention.mla": LATENT,
     "weft.kernels.gpu.attention.sequence_parallel": "with --cp, prefill gathers the queries",
     "weft.kernels.gpu.collectives.all_reduce_norm": "no GPU has shown that it beats two kernels",
-    "weft.kernels.gpu.experts.all_gather_grouped_matmul": REPLICATED,
-    "weft.kernels.gpu.experts.grouped_matmul_reduce_scatter": REPLICATED,
-    "weft.kernels.gpu.experts.dispatch_two_level": BEYOND,
-    "weft.kernels.gpu.experts.placement.balanced": "no load of experts is measured yet",
     "weft.kernels.gpu.matmul.decomposed": "compared with fused products on a machine with GPUs",
     "weft.kernels.gpu.matmul.matmul": "torch's product; ours is compared on a machine with GPUs",
     "weft.kernels.gpu.rowwise.activation": "fp8 products are not served yet",
     "weft.kernels.gpu.runtime.launches": "records launches for the checks and for tuning",
-    "weft.kernels.gpu.runtime.nvshmem": BEYOND,
+    "weft.kernels.gpu.runtime.nvshmem.put": NO_SIGNAL,
+    "weft.kernels.gpu.runtime.nvshmem._put": NO_SIGNAL,
     "weft.kernels.gpu.tuning.clock": TUNED,
     "weft.kernels.gpu.tuning.costs.device_for": "the checks compile for it",
     "weft.kernels.gpu.tuning.ops": TUNED,
     "weft.kernels.gpu.tuning.search": TUNED,
     "weft.kernels.gpu.tuning.table": TUNED,
-    "weft.kernels.symmetric.nvshmem": BEYOND,
     "weft.kernels.tpu.attention.distributed_decode": "--cp is refused with --backend jax",
     "weft.kernels.tpu.collectives.all_gather": "products gather; XLA gathers the rest",
     "weft.kernels.tpu.collectives.all_reduce": "XLA reduces decodes",

@@ -19,16 +19,23 @@ class CountingHome(Home):
     Args:
         world_size: number of ranks.
         device_name: name of the target device, as its driver reports it.
+        ranks_per_node: number of consecutive ranks with addresses for each other; all if 0.
 
     Attributes:
         nbytes: bytes allocated for one rank so far.
         segments: bytes that they take on a GPU.
     """
 
-    def __init__(self, world_size: int, device_name: str = "CPU") -> None:
+    def __init__(self, world_size: int, device_name: str = "CPU", ranks_per_node: int = 0) -> None:
         super().__init__(0, world_size, torch.device("cpu"))
+        self._ranks_per_node = ranks_per_node or world_size
         self.nbytes = self.segments = 0
         self._device_name = device_name
+
+    @property
+    def ranks_per_node(self) -> int:
+        """See Home."""
+        return self._ranks_per_node
 
     @property
     def device_name(self) -> str:
@@ -42,7 +49,8 @@ class CountingHome(Home):
         self.nbytes += nbytes
         self.segments += _segment(nbytes)
         memory = torch.empty(nbytes, dtype=torch.uint8)
-        return memory, [memory.data_ptr()] * self.world_size, 0
+        far = self.world_size - self._ranks_per_node
+        return memory, [memory.data_ptr()] * self._ranks_per_node + [0] * far, 0
 
     def _release(self) -> None:
         """Do nothing: each tensor is freed with its last user."""

@@ -88,6 +88,11 @@ class Home(ABC):
         return False
 
     @property
+    def ranks_per_node(self) -> int:
+        """Number of consecutive ranks with addresses for each other; all without an override."""
+        return self.world_size
+
+    @property
     def device_name(self) -> str:
         """The device's name, as its driver reports it."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"

@@ -41,6 +41,7 @@ class NvshmemHome(Home):
         store: the ranks' rendezvous: torch's TCPStore.
         rank, world_size: this rank, and the number of ranks.
         device: this rank's GPU; None takes the current one.
+        ranks_per_node: number of consecutive ranks that NVLink connects; all if None.
 
     Raises:
         SymmetricMemoryError: NVSHMEM is missing, or its versions differ; raised on every rank if on
@@ -53,14 +54,21 @@ class NvshmemHome(Home):
         rank: int,
         world_size: int,
         device: torch.device | None = None,
+        ranks_per_node: int | None = None,
     ) -> None:
         super().__init__(
             rank, world_size, device or torch.device("cuda", torch.cuda.current_device())
         )
         self._store = store
+        self._ranks_per_node = ranks_per_node or world_size
         self._key = f"nvshmem/{number_of_home(store, 'nvshmem', rank)}"
         self._buffers: list[Any] = []
         self._start()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """See Home."""
+        return self._ranks_per_node
 
     def _start(self) -> None:
         try:

@@ -92,6 +92,11 @@ class VirtualHome(Home):
         self._addresses: list[int] = []
 
     @property
+    def ranks_per_node(self) -> int:
+        """See Home."""
+        return self._world.ranks_per_node or self.world_size
+
+    @property
     def processors(self) -> int:
         """The rank's share of the device: all ranks' kernels must be able to run at once."""
         return max(1, super().processors // self.world_size)

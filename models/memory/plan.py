@@ -16,7 +16,7 @@ from weft.models.memory.activations import (
     triton_activations,
 )
 from weft.models.memory.ledger import MIB, Ledger, human_bytes
-from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
+from weft.models.spec.spec import DTYPE_BYTES, ModelSpec, MoeSpec
 
 MAX_PADDING = 7
 """Maximum number of padding requests when a step is padded to a recorded size."""
@@ -66,6 +66,7 @@ class MemoryPlan:
         count_activations: counts the temporary tensors' bytes in a step.
         buffers: symmetric memory.
         recordings: steps that are recorded as CUDA graphs.
+        copies: bytes for copies of experts, beside the rank's part of the model.
         saved: weight bytes without memory, such as by lossless compression; known after loading.
     """
 
@@ -84,6 +85,7 @@ class MemoryPlan:
     count_activations: ActivationBytes = cpu_activations
     buffers: int = 0
     recordings: Recordings = NO_RECORDINGS
+    copies: int = 0
     saved: int = 0
 
     def ledger(self) -> Ledger:
@@ -113,7 +115,8 @@ class MemoryPlan:
 
     @property
     def weights(self) -> int:
-        return self.spec.weight_bytes(self.dtype, self.quantization) - self.saved
+        own = self.spec.weight_bytes(self.dtype, self.quantization) - self.saved
+        return own + self.copies
 
     @property
     def activations(self) -> int:
@@ -180,6 +183,23 @@ class MemoryPlan:
     def fits(self) -> bool:
         size = self.num_blocks * self.bytes_per_block
         return self.request_bytes <= size <= self.room
+
+
+def copies_bytes(spec: ModelSpec, dtype: str, copies: int) -> int:
+    """Count the bytes for copies of experts, and for the buffer in which experts move.
+
+    Args:
+        spec: a rank's part of the model.
+        dtype: dtype of the weights.
+        copies: number of copies in each layer with experts.
+    """
+    total = buffer = 0
+    for layer in spec.layers if copies else ():
+        if isinstance(moe := layer.feed_forward, MoeSpec):
+            each = [weight.size // moe.gate.shape[0] for weight in (moe.gate, moe.up, moe.down)]
+            total += copies * sum(each)
+            buffer = max(buffer, (moe.gate.shape[0] + copies) * max(each))
+    return (total + buffer) * DTYPE_BYTES[spec.compute_dtype(dtype)]
 
 
 def _explain_misfit(plan: MemoryPlan) -> str:

@@ -164,7 +164,14 @@ WHOLE = Layout()
 
 
 def check_layout(
-    spec: ModelSpec, tp: int, ep: int, cp: int = 1, pp: int = 1, *, overlapped: bool = False
+    spec: ModelSpec,
+    tp: int,
+    ep: int,
+    cp: int = 1,
+    pp: int = 1,
+    *,
+    overlapped: bool = False,
+    redundant_experts: int = 0,
 ) -> None:
     """Refuse a layout that the model's sizes do not allow.
 
@@ -172,6 +179,7 @@ def check_layout(
         spec: the model.
         tp, ep, cp, pp: as in `Layout`.
         overlapped: also refuse layouts that overlapped kernels do not support.
+        redundant_experts: slots for copies of experts, on all ranks of a stage together.
 
     Raises:
         ConfigError: with the flag, the reason and the sizes that work.
@@ -198,6 +206,12 @@ def check_layout(
         flags = _with_flags(tp=tp, cp=cp)
         raise ConfigError(
             f"--ep is {ep}{flags}; {problem}. These sizes of --ep work: {_join(working)}"
+        )
+    most = min((moe.gate.shape[0] for moe in _moes(spec)), default=0)
+    if redundant_experts > most:
+        raise ConfigError(
+            f"--redundant-experts is {redundant_experts}; it must be at most the model's {most} "
+            "experts"
         )
     if overlapped and not Layout(tp, ep, cp=cp).can_overlap:
         raise ConfigError(

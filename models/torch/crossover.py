@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.kernels.gpu.tuning.costs import Gpu
-from weft.kernels.gpu.tuning.products import Product, predicted, three_ways
+from weft.kernels.gpu.tuning.products import Product, expected_choices, predicted, three_ways
 from weft.models.plan import switches
 from weft.models.spec.spec import ModelSpec, MoeSpec
 
@@ -18,15 +18,21 @@ class LayerProducts(NamedTuple):
 
     begins: list[Product]
     ends: list[Product]
-    sums: list[Product]
+    expert_begins: list[Product]
+    expert_ends: list[Product]
 
 
 def products_of(local: ModelSpec) -> LayerProducts:
     """Return the products of a rank's first layer, which stands for all."""
     layer, hidden = local.layers[0], local.hidden_size
     products = [Product(*each) for each in switches.layer_products(layer, hidden)]
-    sums = [Product(hidden, 0)] if isinstance(layer.feed_forward, MoeSpec) else []
-    return LayerProducts(products[::2], products[1::2], sums)
+    begins, ends, moe = products[::2], products[1::2], layer.feed_forward
+    if not isinstance(moe, MoeSpec):
+        return LayerProducts(begins, ends, [], [])
+    own, width, _ = moe.gate.shape
+    choices = expected_choices(moe.top_k, moe.router.shape[0], own)
+    gate_up = Product(2 * width, hidden, own, choices)
+    return LayerProducts(begins, ends, [gate_up], [Product(hidden, width, own, choices)])
 
 
 def predicted_limits(

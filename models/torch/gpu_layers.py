@@ -12,13 +12,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
+    GatherGroupsWorkspace,
+    all_gather_grouped_matmul,
+    make_plan,
+)
 from weft.kernels.gpu.experts.combine import combine
 from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_combine, moe_dispatch
+from weft.kernels.gpu.experts.dispatch_two_level import (
+    TwoLevelExpertWorkspace,
+    moe_combine_two_level,
+    moe_dispatch_two_level,
+)
+from weft.kernels.gpu.experts.expert_tokens import Arrived
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
+from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
+    ReduceGroupsWorkspace,
+    grouped_matmul_reduce_scatter,
+)
+from weft.kernels.gpu.experts.placement import Tables
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import LinearSpec, MoeSpec, WeightSpec
+
+DispatchWorkspace = LowLatencyWorkspace | TwoLevelExpertWorkspace
+"""With ranks beyond NVLink, the second."""
 
 
 class WeightSource(Protocol):
@@ -53,10 +72,14 @@ class WeightLoader:
         biases = [self(spec.bias) for spec in specs if spec.bias is not None]
         return Linear([self(spec.weight) for spec in specs], biases)
 
-    def stack(self, weight: WeightSpec) -> Tensor:
-        """Load this rank's tensors for a per-expert weight, [experts, ...]."""
-        tensors = (x.to(self._device, self._dtype) for x in self._weights.read_each(weight))
-        return torch.stack(list(tensors))
+    def stack(self, weight: WeightSpec, copies: int = 0) -> Tensor:
+        """Load this rank's tensors for a per-expert weight: [experts + copies, ...].
+
+        Copies are of the first experts, in turn.
+        """
+        each = self._weights.read_each(weight)
+        tensors = [tensor.to(self._device, self._dtype) for tensor in each]
+        return torch.stack([tensors[i % len(tensors)] for i in range(len(tensors) + copies)])
 
 
 class Linear:
@@ -87,47 +110,111 @@ class Linear:
 
 
 class Experts:
-    """This rank's experts, or its part in every expert."""
+    """This rank's experts, or its part in every expert.
 
-    def __init__(self, spec: MoeSpec, load: WeightLoader) -> None:
+    Args:
+        spec: the experts.
+        load: reads the weights.
+        copies: number of slots beyond one for each of this rank's experts.
+
+    Attributes:
+        tables: the placement of this layer's experts, if it differs between layers.
+    """
+
+    tables: Tables | None = None
+
+    def __init__(self, spec: MoeSpec, load: WeightLoader, copies: int = 0) -> None:
         self._router = Linear([load(spec.router)])
-        self._first = load.parts(spec.gate)[0].start
-        self._gate_up = [load.stack(spec.gate).mT, load.stack(spec.up).mT]
-        self._down = load.stack(spec.down).mT
+        own = load.parts(spec.gate)[0]
+        self._own, self._num_experts = range(own.start, own.stop), spec.router.shape[0]
+        self._gate_up = [load.stack(spec.gate, copies).mT, load.stack(spec.up, copies).mT]
+        self._down = load.stack(spec.down, copies).mT
         self._top_k = spec.top_k
         self._normalize = spec.normalize
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of this rank's slots, each contiguous: [slots, ...]."""
+        return [weight.mT for weight in (*self._gate_up, self._down)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks."""
         ids, weights = self._route(x)
-        pairs = sort_by_expert(ids, len(self._down), self._first)
+        pairs = sort_by_expert(ids, len(self._own), self._own.start)
         return combine(self._run(x, pairs.offsets, order=pairs.order), pairs.inverse, weights)
 
+    def run_sharded(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        gather: GatherGroupsWorkspace,
+        reduce: ReduceGroupsWorkspace,
+        count: Callable[[], None],
+    ) -> Tensor:
+        """Run the experts for all ranks' tokens, beside the exchanges. Collective.
+
+        Args:
+            x: this rank's tokens, [T, hidden]; the same T on all ranks.
+            residual: [T, hidden], added to the sum over the ranks.
+            gather, reduce: workspaces of the first product and of the last.
+            count: called before each exchange.
+
+        Returns:
+            [T, hidden].
+        """
+        plan = make_plan(*self._route(x), self._num_experts)
+        plans = plan.new_empty(gather.world_size, len(plan))
+        count()
+        inner = all_gather_grouped_matmul(
+            *(x, self._gate_up, plan, gather),
+            epilogue=Epilogue(silu_multiply=True),
+            plans=plans,
+            own=self._own,
+        )
+        count()
+        epilogue = Epilogue(residual=residual)
+        return grouped_matmul_reduce_scatter(
+            *(inner, self._down, plans, reduce), epilogue=epilogue, own=self._own
+        )
+
     def run_dispatched(
-        self, x: Tensor, max_tokens: int, workspace: LowLatencyWorkspace, count: Callable[[], None]
+        self, x: Tensor, max_tokens: int, workspace: DispatchWorkspace, count: Callable[[], None]
     ) -> Tensor:
         """Run the experts on all ranks; [T, hidden] -> [T, hidden]. Collective.
 
         Args:
             x: this rank's tokens; T may be 0.
             max_tokens: maximum T over the ranks.
-            workspace: a workspace for evenly placed experts.
+            workspace: a workspace for these experts, on their ranks.
             count: called before each exchange.
         """
         ids, weights = self._route(x)
         mixed = []
         for start in range(0, max_tokens, workspace.max_tokens):
             chunk = slice(start, start + workspace.max_tokens)
+            tokens, chosen, shares = x[chunk], ids[chunk], weights[chunk]
             count()
-            sent = moe_dispatch(x[chunk], ids[chunk], workspace)
-            # The buffer has capacity for the maximum; on average, a rank receives as many rows as
-            # it sends.
-            out = self._run(sent.rows, sent.offsets, expected=ids[chunk].numel())
+            if isinstance(workspace, LowLatencyWorkspace):
+                sent = moe_dispatch(tokens, chosen, workspace, tables=self.tables)
+                out = self._run_arrived(sent, chosen)
+                count()
+                mixed.append(moe_combine(out, shares, sent, workspace))
+                continue
+            crossed = moe_dispatch_two_level(tokens, chosen, shares, workspace, tables=self.tables)
+            out = self._run_arrived(crossed, chosen)
             count()
-            mixed.append(moe_combine(out, weights[chunk], sent, workspace))
+            mixed.append(moe_combine_two_level(out, crossed, workspace))
         if len(mixed) == 1:
             return mixed[0]
         return torch.cat(mixed) if mixed else x
+
+    def _run_arrived(self, arrived: Arrived, ids: Tensor) -> Tensor:
+        """Run this rank's experts over received rows; `ids` are the experts of those it sent.
+
+        The buffer has capacity for the maximum. On average, a rank receives as many rows as it
+        sends.
+        """
+        return self._run(arrived.rows, arrived.offsets, expected=ids.numel())
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose each token's experts, int32 [T, k], and their weights, float32 [T, k]."""

@@ -62,7 +62,12 @@ class Layer:
     """This rank's part of one layer; `model` is this rank's part of the model."""
 
     def __init__(
-        self, model: ModelSpec, spec: LayerSpec, load: WeightLoader, exchange: Exchange
+        self,
+        model: ModelSpec,
+        spec: LayerSpec,
+        load: WeightLoader,
+        exchange: Exchange,
+        copies: int = 0,
     ) -> None:
         attention, block = spec.attention, spec.feed_forward
         self._model, self._exchange = model, exchange
@@ -76,7 +81,7 @@ class Layer:
         self._o = load.linear(attention.o)
         self._experts = None
         if isinstance(block, MoeSpec):
-            self._experts = Experts(block, load)
+            self._experts = Experts(block, load, copies)
         else:
             self._gate_up = load.linear(block.gate, block.up)
             self._down = load.linear(block.down)
@@ -109,6 +114,11 @@ class Layer:
         )
         return exchange.row_parallel(inner[:tokens], self._down, x, sharded=step.sharded)
 
+    @property
+    def experts(self) -> Experts | None:
+        """The layer's experts, if it has some."""
+        return self._experts
+
     def run_empty(self, empty: Tensor, tokens: Sequence[int]) -> None:
         """Run the experts for other data-parallel attention groups; `empty` is [0, hidden]."""
         if self._experts is not None:
@@ -125,6 +135,7 @@ class GpuModel:
         device: device for all tensors.
         exchange: how ranks communicate inside layers.
         groups: the ranks, for embedding and logits, which are not worth overlapping.
+        copies: slots for experts beyond one for each of this rank's.
     """
 
     def __init__(
@@ -136,6 +147,7 @@ class GpuModel:
         device: torch.device,
         exchange: Exchange,
         groups: Groups,
+        copies: int = 0,
     ) -> None:
         load = WeightLoader(weights, dtype, device)
         stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
@@ -143,7 +155,7 @@ class GpuModel:
         self._dtype, self._group = dtype, groups.tensor
         inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
         self._inv_freq = inv_freq.to(device)
-        self._layers = [Layer(local, layer, load, exchange) for layer in stage.layers]
+        self._layers = [Layer(local, layer, load, exchange, copies) for layer in stage.layers]
         if stage.is_first:
             self._table = load(spec.embedding)
         if stage.is_last:
@@ -153,6 +165,11 @@ class GpuModel:
             self._lm_head = Linear([head])
         self._vocabulary = weights.parts(spec.embedding)[0]
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
+
+    @property
+    def experts(self) -> list[Experts]:
+        """The experts of each layer that has some."""
+        return [layer.experts for layer in self._layers if layer.experts is not None]
 
     def __call__(
         self,

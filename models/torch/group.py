@@ -46,6 +46,7 @@ class Group:
     ) -> None:
         self.size = len(ranks)
         self.index = ranks.index(rank)
+        self._ranks = ranks
         self._group = group
         self.count = count
 
@@ -124,6 +125,25 @@ class Group:
         got = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(got, x.contiguous(), group=self._group)
         return got
+
+    def move(
+        self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """Send tensors to other ranks, and fill tensors from other ranks.
+
+        Args:
+            sent, received: contiguous tensors, and the index of the other rank for each. Two ranks
+                list what they exchange in the same order.
+        """
+        self.count()
+        sides = ((dist.isend, sent), (dist.irecv, received))
+        ops = [
+            dist.P2POp(op, tensor, self._ranks[index], self._group)
+            for op, tensors in sides
+            for tensor, index in tensors
+        ]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
 
 
 @dataclass(frozen=True, slots=True)

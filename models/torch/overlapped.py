@@ -16,11 +16,13 @@ Between few and many, all tokens are on all ranks, too. But matmul_all_reduce wo
 each rank. So torch's product is followed by an all_reduce, and the next norm adds x.
 
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2, for sharding tokens between
-products.) With experts, each rank runs its part for all tokens:
+products.) With experts, each rank runs its part for all tokens: its own experts, or its own width:
 
-     all_gather, if tokens are sharded; route, sort_by_expert
-     grouped_matmul          silu(gate) * up, then down: own experts, or own width of all
-     all_reduce              or reduce_scatter, if tokens are sharded; + x
+     few tokens                                         many
+     route, sort_by_expert                              route, make_plan: own tokens
+     grouped_matmul      silu(gate) * up                all_gather_grouped_matmul
+     grouped_matmul      down                           grouped_matmul_reduce_scatter: down, + x
+     all_reduce          + x
 
 If ranks share KV heads by position (context parallel), each rank attends with all their heads, over
 its own pages:
@@ -38,13 +40,18 @@ With data-parallel attention, each rank has all attention weights and its own to
     grouped_matmul          silu(gate) * up, then down: own experts, for the received tokens
     moe_combine             outputs back; + x
 
+Between ranks without addresses for each other, on several nodes, moe_dispatch_two_level and
+moe_combine_two_level do the same. A token then crosses to each node once.
+
+balance.py moves experts between the ranks.
+
 Larger steps are dispatched in chunks of DISPATCH_TOKENS. All ranks know each rank's number of
 tokens, so they make the same calls.
 
 The tuning file or the kernels' cost model says how many tokens are few or many (`token_limits`).
 
 Not handled: experts on more ranks than attention, unless each rank has all attention weights;
-prefill tokens that cross to each node only once (moe_dispatch_two_level).
+products and collectives between nodes.
 """
 
 from __future__ import annotations
@@ -77,12 +84,20 @@ from weft.kernels.gpu.collectives.all_reduce import (
     all_reduce_workspace,
 )
 from weft.kernels.gpu.collectives.reduce_scatter import (
-    ReduceScatterWorkspace,
     reduce_scatter,
     reduce_scatter_workspace,
 )
-from weft.kernels.gpu.experts.dispatch import LowLatencyWorkspace, moe_workspace
-from weft.kernels.gpu.experts.placement import even
+from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
+    GatherGroupsWorkspace,
+    all_gather_grouped_matmul_workspace,
+)
+from weft.kernels.gpu.experts.dispatch import moe_workspace
+from weft.kernels.gpu.experts.dispatch_two_level import moe_two_level_workspace
+from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
+    ReduceGroupsWorkspace,
+    grouped_matmul_reduce_scatter_workspace,
+)
+from weft.kernels.gpu.experts.placement import doubled, even
 from weft.kernels.gpu.matmul.all_gather_matmul import (
     GatherWorkspace,
     all_gather_matmul,
@@ -108,7 +123,7 @@ from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.crossover import predicted_limits, products_of
 from weft.models.torch.exchange import Stream, attend, multiply
-from weft.models.torch.gpu_layers import Experts, Linear
+from weft.models.torch.gpu_layers import DispatchWorkspace, Experts, Linear
 
 logger = logging.getLogger(__name__)
 
@@ -140,24 +155,32 @@ class _Workspaces:
     matmul_reduce_scatter: ReduceWorkspace
     matmul_all_reduce: ReduceWorkspace
     all_gather: AllGatherWorkspace
-    reduce_scatter: ReduceScatterWorkspace
     all_reduce: AllReduceWorkspace
+    all_gather_grouped_matmul: GatherGroupsWorkspace | None
+    grouped_matmul_reduce_scatter: ReduceGroupsWorkspace | None
 
     @classmethod
     def make(
-        cls, home: Home, max_tokens: int, limits: Limits, hidden: int, dtype: torch.dtype
+        cls, home: Home, max_tokens: int, limits: Limits, spec: ModelSpec, dtype: torch.dtype
     ) -> _Workspaces:
         """Make workspaces for up to `max_tokens`. Collective."""
+        hidden, moe = spec.hidden_size, _experts_of(spec)
         rows = -(-max_tokens // home.world_size)
         fused, replicated = (min(max_tokens, limit) for limit in limits)
         methods = (*EXCHANGES["all_reduce"], *(("multimem",) if home.has_multicast else ()))
+        gather = reduce = None
+        if moe is not None and max_tokens > limits.replicated:
+            each = (rows, hidden, moe.router.shape[0], moe.top_k, dtype)
+            gather = all_gather_grouped_matmul_workspace(home, *each)
+            reduce = grouped_matmul_reduce_scatter_workspace(home, *each)
         return cls(
             all_gather_matmul_workspace(home, rows, hidden, dtype),
             matmul_reduce_scatter_workspace(home, rows, hidden, dtype),
             matmul_all_reduce_workspace(home, fused, hidden, dtype),
             all_gather_workspace(home, rows * hidden, dtype),
-            reduce_scatter_workspace(home, rows * hidden, dtype),
             all_reduce_workspace(home, replicated * hidden, dtype, methods),
+            gather,
+            reduce,
         )
 
     def __iter__(self) -> Iterator[Workspace]:
@@ -166,9 +189,10 @@ class _Workspaces:
             self.matmul_reduce_scatter,
             self.matmul_all_reduce,
             self.all_gather,
-            self.reduce_scatter,
             self.all_reduce,
         )
+        if self.all_gather_grouped_matmul and self.grouped_matmul_reduce_scatter:
+            yield from (self.all_gather_grouped_matmul, self.grouped_matmul_reduce_scatter)
 
 
 class _ContextParallelAttention:
@@ -252,9 +276,11 @@ class Overlapped:
         dtype: compute dtype.
         max_tokens: maximum number of tokens in a step.
         count: called at each exchange.
+        copies: slots for experts on each rank beyond one for each of its own.
 
     Attributes:
         workspaces: the workspaces of all ops.
+        dispatch: that of moe_dispatch, with data-parallel attention.
 
     Raises:
         TuningError: rank 0's tuning file is damaged.
@@ -269,18 +295,19 @@ class Overlapped:
         dtype: torch.dtype,
         max_tokens: int,
         count: Count = lambda: None,
+        copies: int = 0,
     ) -> None:
         assert layout.can_overlap, layout
         self._home, self._count = home, count
         self._workspaces: _Workspaces | None = None
-        self._dispatch: LowLatencyWorkspace | None = None
+        self.dispatch: DispatchWorkspace | None = None
         self._context_attention: _ContextParallelAttention | None = None
         local = layout.local(spec)
         self._limits = limits = token_limits(home, local, dtype, max_tokens)
         if layout.dp_size > 1:
-            self._dispatch = _dispatch_workspace(home, spec, max_tokens, dtype)
+            self.dispatch = _dispatch_workspace(home, spec, max_tokens, dtype, copies)
         else:
-            self._workspaces = _Workspaces.make(home, max_tokens, limits, spec.hidden_size, dtype)
+            self._workspaces = _Workspaces.make(home, max_tokens, limits, spec, dtype)
         if context_home is not None:
             self._context_attention = _ContextParallelAttention(
                 context_home, local, max_tokens, dtype, limits.replicated, count
@@ -288,7 +315,7 @@ class Overlapped:
         parts = (
             self._workspaces or (),
             self._context_attention or (),
-            [self._dispatch] if self._dispatch else (),
+            [self.dispatch] if self.dispatch else (),
         )
         self.workspaces: list[Workspace] = [workspace for part in parts for workspace in part]
 
@@ -355,14 +382,17 @@ class Overlapped:
     ) -> Stream:
         """See Exchange."""
         if self._workspaces is None:
-            assert self._dispatch is not None
-            own = experts.run_dispatched(normed, max(tokens), self._dispatch, self._count)
+            assert self.dispatch is not None
+            own = experts.run_dispatched(normed, max(tokens), self.dispatch, self._count)
             return Stream(x, own)
+        if sharded:
+            gather = self._workspaces.all_gather_grouped_matmul
+            reduce = self._workspaces.grouped_matmul_reduce_scatter
+            assert gather is not None, "made for steps of this size"
+            assert reduce is not None
+            return Stream(experts.run_sharded(normed, x, gather, reduce, self._count))
         self._count()
-        if not sharded:
-            return Stream(x, all_reduce(experts(normed), self._workspaces.all_reduce))
-        gathered = all_gather(normed, self._workspaces.all_gather)
-        return Stream(x, reduce_scatter(experts(gathered), self._workspaces.reduce_scatter))
+        return Stream(x, all_reduce(experts(normed), self._workspaces.all_reduce))
 
     def faults(self) -> list[Tensor]:
         """See Exchange."""
@@ -408,11 +438,20 @@ def token_limits(home: Home, local: ModelSpec, dtype: torch.dtype, max_tokens: i
 
 
 def _dispatch_workspace(
-    home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype
-) -> LowLatencyWorkspace:
+    home: Home, spec: ModelSpec, max_tokens: int, dtype: torch.dtype, copies: int
+) -> DispatchWorkspace:
     """Make one workspace for all expert layers, which have equally many experts. Collective."""
-    blocks = [layer.feed_forward for layer in spec.layers]
-    moe = next(block for block in blocks if isinstance(block, MoeSpec))
-    placement = even(moe.gate.shape[0], home.world_size)
+    moe = _experts_of(spec)
+    assert moe is not None, "only experts are split beyond attention"
+    placement = doubled(even(moe.gate.shape[0], home.world_size), copies)
     max_dispatched = min(max_tokens, DISPATCH_TOKENS)
-    return moe_workspace(home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)
+    made = (home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)
+    if home.ranks_per_node < home.world_size:
+        return moe_two_level_workspace(*made, ranks_per_node=home.ranks_per_node)
+    return moe_workspace(*made)
+
+
+def _experts_of(spec: ModelSpec) -> MoeSpec | None:
+    """Return a layer's experts; all layers with experts have equally many. None without experts."""
+    blocks = (layer.feed_forward for layer in spec.layers)
+    return next((block for block in blocks if isinstance(block, MoeSpec)), None)

@@ -50,6 +50,7 @@ from weft.models.torch.sampler import Masks, Sampler, Scores, score
 
 if TYPE_CHECKING:
     from weft.kernels.gpu.runtime.compilations import Compilations
+    from weft.models.torch.balance import Balancer
     from weft.models.torch.exchange import Exchange
     from weft.models.torch.gpu_model import GpuModel
     from weft.models.torch.graphs import Forward, Graphs
@@ -81,6 +82,7 @@ class TorchRunner:
         device: torch.device = CPU,
         max_model_len: int = 0,
         recordings: Recordings = NO_RECORDINGS,
+        balancer: Balancer | None = None,
     ) -> None:
         """Make a runner; call `load` instead.
 
@@ -97,7 +99,9 @@ class TorchRunner:
             device: the model's device.
             max_model_len: maximum number of tokens in a request, for steps on a GPU.
             recordings: steps to record as CUDA graphs.
+            balancer: moves experts between ranks; None if they stay.
         """
+        self._balancer = balancer
         self._layout = layout
         self._model = model
         self._spec = spec
@@ -153,6 +157,7 @@ class TorchRunner:
         home: Home | None = None,
         context_home: Home | None = None,
         cuda_graphs: bool = True,
+        redundant_experts: int = 0,
     ) -> TorchRunner:
         """Read and pack this rank's weights from the checkpoint in `path`.
 
@@ -176,11 +181,15 @@ class TorchRunner:
                 `groups`. None selects CPU kernels.
             context_home: spans the ranks that share KV heads with this one, for overlapped kernels.
             cuda_graphs: with Triton kernels, record small steps and replay them.
+            redundant_experts: slots for experts on all ranks together, beyond one for each expert;
+                needs overlapped kernels and data-parallel attention on each rank alone.
 
         Raises:
             ModelError: the checkpoint does not match `spec`.
         """
         recorded = NO_RECORDINGS
+        balancer: Balancer | None = None
+        copies = redundant_experts // layout.ep
         if threads is not None:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
@@ -198,11 +207,17 @@ class TorchRunner:
                         layout, max_num_seqs, max_tokens, overlapped=home.world_size > 1
                     )
                 exchange = _make_exchange(
-                    home, context_home, spec, layout, compute, max_tokens, groups
+                    home, context_home, spec, layout, compute, max_tokens, groups, copies
                 )
                 model = GpuModel(
-                    *(spec, weights, compute), device=home.device, exchange=exchange, groups=groups
+                    *(spec, weights, compute),
+                    device=home.device,
+                    exchange=exchange,
+                    groups=groups,
+                    copies=copies,
                 )
+                if copies and model.experts:
+                    balancer = _make_balancer(model, groups)
             else:
                 model = CpuModel(
                     spec,
@@ -226,6 +241,7 @@ class TorchRunner:
             device=CPU if home is None else home.device,
             max_model_len=max_model_len,
             recordings=recorded,
+            balancer=balancer,
         )
 
     @property
@@ -272,6 +288,8 @@ class TorchRunner:
             from weft.kernels.gpu.runtime.compilations import Compilations  # imports triton
 
             self._compilations = Compilations()
+        if self._balancer is not None:
+            self._balancer.restart()
 
     def step(self, batch: StepInput) -> StepOutput:
         """See `ModelRunner.step`."""
@@ -282,12 +300,17 @@ class TorchRunner:
         """Run a step, or launch it on a GPU; return a function that waits for its result."""
         began = self._clock()
         results = Results(self._device)
+        if self._balancer is not None:
+            self._balancer.step()
         output = self._launch(batch, results)
         faults = []
         if not isinstance(self._model, CpuModel):
             faults = [results.fetch(fault) for fault in self._model.exchange.faults()]
         results.end()
         compilations = 0 if self._compilations is None else self._compilations.take()
+        rows = (0.0, 0.0)
+        if self._balancer is not None and len(batch.token_ids):  # only such steps are reported
+            rows = self._balancer.take()
 
         def finish() -> StepOutput:
             results.wait()
@@ -298,7 +321,13 @@ class TorchRunner:
             # The device began this step when it had done the one before.
             ended = self._clock()
             seconds, self._free_at = ended - max(began, self._free_at), ended
-            return replace(result, step=batch.step, seconds=seconds, compilations=compilations)
+            return replace(
+                result,
+                step=batch.step,
+                seconds=seconds,
+                compilations=compilations,
+                expert_rows=rows,
+            )
 
         return finish
 
@@ -522,6 +551,7 @@ def _make_exchange(
     dtype: torch.dtype,
     max_tokens: int,
     groups: Groups,
+    copies: int,
 ) -> Exchange:
     """Choose overlapped kernels if the home spans several ranks."""
     if home.world_size == 1:
@@ -530,4 +560,14 @@ def _make_exchange(
         return Plain(groups)
     from weft.models.torch.overlapped import Overlapped
 
-    return Overlapped(home, context_home, spec, layout, dtype, max_tokens, groups.expert.count)
+    count = groups.expert.count
+    return Overlapped(home, context_home, spec, layout, dtype, max_tokens, count, copies)
+
+
+def _make_balancer(model: GpuModel, groups: Groups) -> Balancer:
+    from weft.models.torch.balance import Balancer
+    from weft.models.torch.overlapped import Overlapped
+
+    assert isinstance(model.exchange, Overlapped), "the settings were checked"
+    assert model.exchange.dispatch is not None
+    return Balancer(model.experts, model.exchange.dispatch, groups.expert)

@@ -143,6 +143,14 @@ class EngineConfig:
             le=MAX_RANKS,
         ),
     ] = 1
+    redundant_experts: Annotated[
+        int,
+        Help(
+            "slots for copies of experts with many tokens, on all ranks of --ep together; needs "
+            "overlapped kernels, and --tp and --cp of 1",
+            ge=0,
+        ),
+    ] = 0
     dp: Annotated[
         int,
         Help(
@@ -283,6 +291,8 @@ class EngineConfig:
             )
         if self.device == "tpu" and self.backend == "torch":
             raise ConfigError("--device is tpu; with --backend torch it must be auto, cpu or cuda")
+        if problem := self._redundancy_problem():
+            raise ConfigError(f"--redundant-experts is {self.redundant_experts}; {problem}")
         if self.world_size > MAX_RANKS:
             raise ConfigError(
                 f"--tp is {self.tp_size}, --cp {self.cp}, --ep {self.ep} and --pp {self.pp}: "
@@ -299,6 +309,23 @@ class EngineConfig:
             raise ConfigError(
                 f"--default-chat-template-kwargs is {text}; it must be a JSON object: {error}"
             ) from None
+
+    def _redundancy_problem(self) -> str:
+        """Return why these settings cannot copy experts; empty if they can."""
+        if not self.redundant_experts:
+            return ""
+        if self.backend == "jax":
+            return "with --backend jax it must be 0"
+        if self.kernels == "plain":
+            return "with --kernels plain it must be 0: only overlapped kernels choose among copies"
+        if self.tp_size * self.cp > 1:
+            flag = f"--tp {self.tp}" if self.tp_size > 1 else f"--cp {self.cp}"
+            return f"with {flag} it must be 0: all ranks have all tokens there"
+        if self.ep == 1:
+            return "with --ep 1 it must be 0: a rank alone has all experts"
+        if self.redundant_experts % self.ep:
+            return f"it must be a multiple of --ep, {self.ep}"
+        return ""
 
     @property
     def tp_size(self) -> int:
@@ -479,7 +506,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("max_queue", "threads", "grammar_timeout"),
     ),
     "Cache and memory": (*("memory_fraction", "kv_cache_memory", "block_size", "prefix_caching"),),
-    "Parallelism": ("tp", "ep", "cp", "pp", "dp", "devices"),
+    "Parallelism": ("tp", "ep", "redundant_experts", "cp", "pp", "dp", "devices"),
     "Several machines": (
         *("nodes", "executor", "node_address", "node_port", "node_token", "node_token_file"),
         "node_ranks",

@@ -226,6 +226,14 @@ class _EngineCollector(Collector):
                 "Kernels or programs compiled while a step waited",
                 stats.compilations,
             ),
+            "busiest_rank_expert_rows": (
+                "Rows for experts on the rank with the most, with --redundant-experts",
+                stats.busiest_expert_rows,
+            ),
+            "mean_rank_expert_rows": (
+                "Rows for experts on a rank on average, with --redundant-experts",
+                stats.mean_expert_rows,
+            ),
             "prompt_tokens": ("Prompt tokens computed or cached", stats.prompt_tokens),
             "generation_tokens": ("Generated tokens", stats.generation_tokens),
         }

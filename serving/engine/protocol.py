@@ -154,6 +154,8 @@ class EngineStats(msgspec.Struct, frozen=True):
         steps: number of finished steps.
         step_seconds: time that finished steps took on the device.
         compilations: kernels or programs compiled during these steps.
+        busiest_expert_rows, mean_expert_rows: rows for experts on the rank with the most, and on a
+            rank on average, where they are counted.
         prompt_tokens, generation_tokens: prompt tokens of admitted requests, and sampled tokens.
         rank_seconds: seconds that each rank has spent in steps; empty with one rank.
     """
@@ -168,6 +170,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     steps: int = 0
     step_seconds: float = 0.0
     compilations: int = 0
+    busiest_expert_rows: float = 0.0
+    mean_expert_rows: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     rank_seconds: tuple[float, ...] = ()

@@ -6,6 +6,7 @@
 | CPU | overlapped | Triton's interpreter; shared memory between processes |
 | GPU | plain | Triton; NCCL collectives |
 | GPU | overlapped | Triton; peers' memory over NVLink |
+| GPUs on several nodes | overlapped | the same, and NVSHMEM between nodes, for experts only |
 
 With a single rank neither kind exchanges anything.
 """
@@ -17,7 +18,7 @@ import ctypes
 import logging
 import os
 from contextlib import ExitStack
-from itertools import permutations
+from itertools import groupby, permutations
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
@@ -42,11 +43,22 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
     """Choose the kernels for a device: "overlapped" or "plain".
 
     auto chooses overlapped kernels on GPUs if the layout supports them, and if each stage has its
-    ranks on one node with access to each other's memory. The log says why it does not.
+    ranks on one node with access to each other's memory. The log says why it does not. On request,
+    a stage is on several nodes, if only tokens for experts cross between its ranks.
 
     Raises:
         ConfigError: the device or the kernels do not support the settings.
     """
+    chosen = _choose_kernels(config, layout, device)
+    if chosen == "plain" and config.redundant_experts:
+        raise ConfigError(
+            f"--redundant-experts is {config.redundant_experts}; it needs --kernels overlapped, "
+            f"and --kernels {config.kernels} is plain here"
+        )
+    return chosen
+
+
+def _choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     gpu = device.type == "cuda"
     if (gpu or config.kernels == "overlapped") and config.quantization != "none":
         which = "on GPUs" if gpu else "with --kernels overlapped"
@@ -56,7 +68,9 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
         )
     if config.kernels == "plain" or not gpu:
         return "overlapped" if config.kernels == "overlapped" else "plain"
-    apart = _out_of_reach(config.replica.slice, layout)
+    slice = config.replica.slice
+    apart = _on_several_nodes(slice, layout, asked=config.kernels == "overlapped")
+    apart = apart or _out_of_reach(slice, layout)
     if config.kernels == "overlapped":
         if apart:
             raise ConfigError(
@@ -68,22 +82,62 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
     return "overlapped" if layout.can_overlap and not apart else "plain"
 
 
-def _out_of_reach(slice: Slice, layout: Layout) -> str:
-    """Describe ranks in a stage without access to each other's memory; empty if there are none.
+Stage = list[tuple[int, int]]
+"""The node of each rank, and the index of its device there."""
 
-    GPUs on other nodes cannot be asked: there a stage's ranks only need a common node.
+
+def _stages(slice: Slice, layout: Layout) -> list[Stage]:
+    size = layout.stage_size
+    locations = [(part.node, index) for part in slice for index in part.devices]
+    return [locations[first : first + size] for first in range(0, len(locations), size)]
+
+
+def ranks_per_node(slice: Slice, layout: Layout) -> int:
+    """Return how many neighbouring ranks of a stage share a node; 0 if the numbers differ."""
+    stages = _stages(slice, layout)
+    runs = {
+        len([*run]) for stage in stages for _, run in groupby(stage, key=lambda place: place[0])
+    }
+    if not runs:
+        return layout.stage_size
+    return runs.pop() if len(runs) == 1 else 0
+
+
+def _on_several_nodes(slice: Slice, layout: Layout, *, asked: bool) -> str:
+    """Say why overlapped kernels cannot serve stages on several nodes; empty if they can.
+
+    Args:
+        slice: the engine's devices.
+        layout: this rank's layout.
+        asked: overlapped kernels were asked for.
+    """
+    each = ranks_per_node(slice, layout)
+    if each == layout.stage_size:
+        return ""
+    spread = (stage for stage in _stages(slice, layout) if len({node for node, _ in stage}) > 1)
+    where = ", ".join(f"GPU {index} of node {node}" for node, index in next(spread))
+    if not asked or layout.dense_size > 1 or layout.dp_size == 1:
+        return (
+            "ranks that share a layer must be on one node, unless --tp and --cp are 1 and you set "
+            f"--kernels overlapped; they are on {where}"
+        )
+    if not each:
+        return f"each node must have as many of a stage's ranks; they are on {where}"
+    return ""
+
+
+def _out_of_reach(slice: Slice, layout: Layout) -> str:
+    """Describe ranks in this rank's stage and node without access to each other's memory.
+
+    Returns:
+        empty if there are none. GPUs on other nodes cannot be asked.
     """
     import torch
 
-    size = layout.stage_size
-    locations = [(part.node, index) for part in slice for index in part.devices]
-    stages = [locations[first : first + size] for first in range(0, len(locations), size)]
-    for stage in stages:
-        nodes = sorted({node for node, _ in stage})
-        if len(nodes) > 1:
-            where = ", ".join(f"GPU {index} of node {node}" for node, index in stage)
-            return f"ranks that share a layer must be on one node; they are on {where}"
-    gpus = [index for _, index in stages[layout.stage]] if stages else []
+    stages = _stages(slice, layout)
+    stage = stages[layout.stage] if stages else []
+    own = stage[layout.rank % layout.stage_size][0] if stage else 0
+    gpus = [index for node, index in stage if node == own]
     for a, b in permutations(gpus, 2):
         if not torch.cuda.can_device_access_peer(a, b):
             return f"GPU {a} cannot read and write the memory of GPU {b}"
@@ -150,13 +204,19 @@ def symmetric_bytes(
     from weft.kernels.symmetric.counting import CountingHome
     from weft.models.torch.overlapped import Overlapped
 
-    name = gpu or "CPU"
-    counters = [CountingHome(layout.stage_size, name)]
+    name, near = gpu or "CPU", layout.stage_size
+    if gpu is not None:
+        near = ranks_per_node(config.replica.slice, layout)
+    counters = [CountingHome(layout.stage_size, name, near)]
     if layout.cp > 1:
         counters.append(CountingHome(layout.cp, name))
     context_home = counters[1] if layout.cp > 1 else None
     max_tokens = config.max_num_batched_tokens
-    Overlapped(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens)
+    copies = config.redundant_experts // config.ep
+    Overlapped(
+        *(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens),
+        copies=copies,
+    )
     return sum(home.nbytes if gpu is None else home.segments for home in counters)
 
 
@@ -196,16 +256,28 @@ def require_same(store: Store, rank: int, world_size: int, mine: str) -> None:
 
 
 def homes(
-    layout: Layout, device: torch.device, kernels: str, groups: Groups, store: Store | None
+    layout: Layout,
+    device: torch.device,
+    kernels: str,
+    groups: Groups,
+    store: Store | None,
+    slice: Slice = (),
 ) -> tuple[Home, Home | None]:
     """Create a rank's symmetric memory, through which Triton kernels reach other ranks.
 
     With plain kernels, or with one rank, it contains this rank only.
 
+    Args:
+        layout, device, kernels: this rank's.
+        groups: the ranks.
+        store: store through which the ranks compare; None for a single rank.
+        slice: the engine's devices.
+
     Returns:
         the memory shared by the ranks of the stage, and the memory shared by the ranks with the
         same KV heads (None without context parallelism).
     """
+    from weft.kernels.symmetric.nvshmem import NvshmemHome
     from weft.kernels.symmetric.p2p import P2pHome
     from weft.kernels.symmetric.shared import SharedHome
     from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
@@ -215,6 +287,11 @@ def homes(
         return VirtualHome(VirtualWorld(1, device=str(device)), 0), None
     home: Home
     context_home: Home | None = None
+    if device.type == "cuda" and (near := ranks_per_node(slice, layout)) < size:
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        of_stage_store = PrefixStore(f"stage-{layout.stage}", store)
+        return NvshmemHome(of_stage_store, layout.rank % size, size, device, near), None
     if device.type == "cuda":
         of_stage, of_context = groups.expert.process_group, groups.context.process_group
         assert of_stage is not None, "there are several ranks"

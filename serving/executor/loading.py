@@ -147,7 +147,11 @@ def load_model(
     max_model_len = context_length(config, spec)
     dtype = compute_dtype(config, spec)
     overlapped = config.kernels == "overlapped"
-    check_layout(spec, config.tp_size, config.ep, config.cp, config.pp, overlapped=overlapped)
+    check_layout(
+        *(spec, config.tp_size, config.ep, config.cp, config.pp),
+        overlapped=overlapped,
+        redundant_experts=config.redundant_experts,
+    )
     layout = Layout(config.tp_size, config.ep, context.rank, config.cp, config.pp)
     device = choose_device(config.device, context.own_devices(config)[0])
     use_device(device)
@@ -213,7 +217,7 @@ def load_model(
             )
     home = context_home = None
     if triton:
-        home, context_home = homes(layout, device, kernels, groups, store)
+        home, context_home = homes(layout, device, kernels, groups, store, config.replica.slice)
     torch_runner = TorchRunner.load(
         path,
         spec,
@@ -231,6 +235,7 @@ def load_model(
         home=home,
         context_home=context_home,
         cuda_graphs=config.cuda_graphs,
+        redundant_experts=config.redundant_experts,
     )
     if device.type == "cpu":
         ledger = replace(plan, saved=torch_runner.saved_bytes).ledger()
@@ -367,11 +372,12 @@ def plan_memory(
         recorded: steps that are recorded as CUDA graphs.
     """
     from weft.models.memory.activations import cpu_activations, triton_activations
-    from weft.models.memory.plan import MemoryPlan
+    from weft.models.memory.plan import MemoryPlan, copies_bytes
     from weft.models.plan.sizes import BLOCK_UNIT
 
+    local = layout.local(spec)
     return MemoryPlan(
-        spec=layout.local(spec),
+        spec=local,
         dtype=dtype,
         quantization=config.quantization,
         available=free,
@@ -386,6 +392,7 @@ def plan_memory(
         count_activations=triton_activations if triton else cpu_activations,
         buffers=buffers,
         recordings=recorded,
+        copies=copies_bytes(local, dtype, config.redundant_experts // config.ep),
     )
 
 
@@ -449,7 +456,11 @@ def check_ranks(config: EngineConfig) -> None:
         _require_triton()
     spec = read_spec(locate(config.model, config.revision))
     overlapped = config.kernels == "overlapped"
-    check_layout(spec, config.tp_size, config.ep, config.cp, config.pp, overlapped=overlapped)
+    check_layout(
+        *(spec, config.tp_size, config.ep, config.cp, config.pp),
+        overlapped=overlapped,
+        redundant_experts=config.redundant_experts,
+    )
 
 
 def _require_triton() -> None:

@@ -25,7 +25,13 @@ def plans_of(size: int, m: int, experts: int, top_k: int, routing: str) -> list[
     return plans
 
 
-def routed(plans: list[Tensor], experts: int, pairs: int) -> Tensor:
-    """Which rows belong to an expert: bool [W * pairs]."""
+def own_experts(rank: int, experts: int, cut: bool) -> range:
+    """All experts; if cut, and there are several, the first half or the others."""
+    half = experts // 2 if cut else 0
+    return range(half) if half and rank % 2 else range(half, experts)
+
+
+def routed(plans: list[Tensor], own: range, pairs: int) -> Tensor:
+    """Which rows belong to one of the experts: bool [W * pairs]."""
     at = torch.arange(pairs)
-    return torch.cat([(at >= plan[0]) & (at < plan[experts]) for plan in plans])
+    return torch.cat([(at >= plan[own.start]) & (at < plan[own.stop]) for plan in plans])

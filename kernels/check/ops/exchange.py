@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from weft.kernels.gpu.experts.dispatch_two_level import (
     moe_two_level_workspace,
 )
 from weft.kernels.gpu.experts.expert_tokens import Arrived, ExpertWorkspace
-from weft.kernels.gpu.experts.placement import Placement, balanced
+from weft.kernels.gpu.experts.placement import Placement, Tables, balanced
 from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.runtime.workspace import Workspace
@@ -74,6 +74,15 @@ def _moe(x: Tensor, scores: Tensor, workspace: LowLatencyWorkspace) -> Tensor:
     return moe_combine(_outputs(sent, workspace), weights, sent, workspace)
 
 
+def _moe_counted(x: Tensor, scores: Tensor, workspace: LowLatencyWorkspace) -> Tensor:
+    """Run the same with a layer's own tables, in which dispatches count rows."""
+    ids, weights = _route(scores)
+    placement = workspace.placement
+    rows = torch.zeros(placement.slots_per_rank, dtype=torch.int64, device=x.device)
+    sent = moe_dispatch(x, ids, workspace, tables=Tables(placement, x.device, rows))
+    return moe_combine(_outputs(sent, workspace), weights, sent, workspace)
+
+
 def _moe_two_level(x: Tensor, scores: Tensor, workspace: TwoLevelExpertWorkspace) -> Tensor:
     """Run the same over one rank per node."""
     sent = moe_dispatch_two_level(x, *_route(scores), workspace)
@@ -95,7 +104,14 @@ def _moe_fp8_oracle(xs: Sequence[Tensor], scores: Sequence[Tensor]) -> list[Tens
     return _moe_oracle(rounded, scores)
 
 
-def _all_to_all(name: str, *, two_level: bool = False, fp8: bool = False, far: bool = False) -> Op:
+def _all_to_all(
+    name: str,
+    function: Callable[..., Tensor] = _moe,
+    *,
+    two_level: bool = False,
+    fp8: bool = False,
+    far: bool = False,
+) -> Op:
     """Make an entry for the exchange; with fp8, rows are wide enough for several scales."""
     width, wire = (16, FP8) if fp8 else (1, None)
 
@@ -109,7 +125,7 @@ def _all_to_all(name: str, *, two_level: bool = False, fp8: bool = False, far: b
 
     return Op(
         name,
-        _moe_two_level if two_level else _moe,
+        _moe_two_level if two_level else function,
         _moe_fp8_oracle if fp8 else _moe_oracle,
         lambda s: [(_few(s.m), width * s.k), (_few(s.m), s.world + 1)],
         workspace,
@@ -121,6 +137,7 @@ def _all_to_all(name: str, *, two_level: bool = False, fp8: bool = False, far: b
 EXCHANGES = (
     _all_to_all("moe_dispatch_combine"),
     _all_to_all("moe_dispatch_combine_fp8", fp8=True),
+    _all_to_all("moe_dispatch_counted", _moe_counted),
     _all_to_all("moe_two_level", two_level=True),
     _all_to_all("moe_two_level_fp8", two_level=True, fp8=True),
     _all_to_all("moe_two_level_far", two_level=True, far=True),

@@ -3,8 +3,9 @@
     all_gather_grouped_matmul(x_shard [M / W, K], w [E, K, N / W], plan) -> [M top_k, N / W]
 
 This op is for experts that are split by columns over the ranks. Every rank multiplies all ranks'
-tokens, each by the top_k experts that it was routed to. For each rank's tokens, one int32 vector
-describes the routing: its plan (`make_plan`). With P = M / W * top_k:
+tokens, each by the top_k experts that it was routed to. A rank may have columns of some experts
+only (`own`); it then multiplies the tokens that were routed to those. For each rank's tokens, one
+int32 vector describes the routing: its plan (`make_plan`). With P = M / W * top_k:
 
     offsets [E + 1]    the first place of each expert among the sorted pairs
     pairs   [P]        (token, choice) as token * top_k + choice, sorted by expert
@@ -70,10 +71,16 @@ from weft.kernels.gpu.matmul.matmul import (
     multiply_and_finish,
     tile_at,
 )
-from weft.kernels.gpu.runtime.arguments import KernelError, require_counts, require_tensor
+from weft.kernels.gpu.runtime.arguments import (
+    KernelError,
+    Require,
+    require_counts,
+    require_tensor,
+)
 from weft.kernels.gpu.runtime.peers import SLOTS, Slots
 from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, slot_of, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type
+from weft.kernels.gpu.tuning.products import expected_choices
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -102,6 +109,29 @@ def make_plan(expert_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
 def plan_length(experts: int, pairs: int) -> int:
     """Compute how many int32 numbers a plan has."""
     return experts + 1 + 2 * pairs
+
+
+def require_own(require: Require, own: range | None, experts: int) -> range:
+    """Return the numbers of the experts whose weights a rank has; check those given."""
+    if own is None:
+        return range(experts)
+    fits = own.step == 1 and 0 <= own.start < own.stop <= experts
+    require("own", own, fits, f"be consecutive numbers in range(0, {experts})")
+    return own
+
+
+class Routed(NamedTuple):
+    """Numbers of experts and choices: one kernel argument (peers.py).
+
+    Attributes:
+        experts: E.
+        own: number of experts on this rank.
+        top_k: number of experts for each token.
+    """
+
+    experts: int
+    own: int
+    top_k: int
 
 
 class Ranks(NamedTuple):
@@ -185,7 +215,7 @@ def pick(values, index, GROUPS: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, GROUPS) == index, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["rank", "m", "pairs"])
+@triton.jit(do_not_specialize=["rank", "m", "pairs", "first"])
 def multiply_gathered_groups(
     x,  # [m, K]; this rank's shard
     plan,  # int32 [length]; this rank's plan
@@ -202,13 +232,13 @@ def multiply_gathered_groups(
     rank,
     m,
     K,
-    groups,  # E
+    routed,  # Routed
+    first,  # this rank's first expert
     pairs,  # m * top_k
-    top_k,
     out_columns,  # N'
     dtype: tl.constexpr,
     RANKS: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two, at least E
+    GROUPS: tl.constexpr,  # a power of two, at least routed.own
     SCALE_ROWS: tl.constexpr,  # each row in x has its own scale
     ALIGNED: tl.constexpr,  # rows in x begin at multiples of 16 bytes
     FORM: tl.constexpr,
@@ -221,7 +251,7 @@ def multiply_gathered_groups(
     GROUP: tl.constexpr = FORM.group
     n0, n1, n2 = widths[0], widths[1], widths[2]
     call = tl.load(peers.calls)
-    length = groups + 1 + 2 * pairs
+    length = routed.experts + 1 + 2 * pairs
     columns = count_columns(widths, FORM)
     gathered = peer_pointer(peers.buffers, rank, dtype) + slot_of(call) * peers.slot_numel
     gathered_scales = peer_pointer(scales.addresses, rank, tl.float32)
@@ -239,7 +269,7 @@ def multiply_gathered_groups(
         if stage > 0:
             wait(peers, rank, shard, call)
         offsets = tl.where(stage > 0, gathered_plans + shard * length, plan)
-        size, wrong = group_sizes(offsets, groups, pairs, GROUPS)
+        size, wrong = group_sizes(offsets + first, routed.own, pairs, GROUPS)
         if wrong < GROUPS:
             report(status, 1 + shard)
         usable += tl.where((steps == stage) & (wrong == GROUPS), 1, 0)
@@ -252,19 +282,19 @@ def multiply_gathered_groups(
             expert, before = group_of(tile // columns, through)
             count = pick(new, expert, GROUPS)
             row, column = tile_at(tile - before * columns, count, columns, GROUP)
-            first = (pick(done, expert, GROUPS) + row) * BLOCK_M
-            at = first + tl.arange(0, BLOCK_M)
-            step, place, rows = find_rows(at, expert, by_step, usable, steps)
+            top = (pick(done, expert, GROUPS) + row) * BLOCK_M
+            at = top + tl.arange(0, BLOCK_M)
+            step, place, rows = find_rows(at, first + expert, by_step, usable, steps)
             # The plan was checked, but a late peer may overwrite it at any time.
             inside = (at < rows) & (place >= 0) & (place < pairs)
             place = tl.where(inside, place, 0)
             source = ahead_of(rank, step, WORLD, NODE)
             of_rows = tl.where(step > 0, gathered_plans + source * length, plan)
-            pair = tl.load(of_rows + groups + 1 + place, mask=inside, other=0)
+            pair = tl.load(of_rows + routed.experts + 1 + place, mask=inside, other=0)
             bad = (pair < 0) | (pair >= pairs)
             if tl.max(bad.to(tl.int32), 0) > 0:
                 report(status, 1 + tl.max(tl.where(bad, source, 0), 0))
-            token = tl.where(bad, 0, pair) // top_k
+            token = tl.where(bad, 0, pair) // routed.top_k
             own = x + token.to(tl.int64) * K
             left = tl.where(step > 0, gathered + (source * m + token).to(tl.int64) * K, own)
             if ALIGNED:  # Triton loses this fact when pointers are selected
@@ -278,7 +308,7 @@ def multiply_gathered_groups(
             to = (source * pairs + place).to(tl.int64) * out_columns
             matrix = tl.cast(expert, tl.int64) * K
             multiply_and_finish(
-                left, 0, rows - first, column,
+                left, 0, rows - top, column,
                 weights[0] + matrix * n0,
                 None if weights[1] is None else weights[1] + matrix * n1,
                 None if weights[2] is None else weights[2] + matrix * n2,
@@ -378,6 +408,7 @@ def all_gather_grouped_matmul(
     *,
     epilogue: Epilogue = NOTHING,
     plans: Tensor | None = None,
+    own: range | None = None,
     topology: Topology = "switch",
     ranks_per_node: int = 0,
     blocks: tuple[int, int, int] | None = None,
@@ -391,13 +422,14 @@ def all_gather_grouped_matmul(
     Args:
         x_shard: [M / W, K], contiguous, with the workspace's dtype; the same shape on all ranks.
         w: [E, K, N / W], or up to three such weights, whose columns are concatenated (gate and up);
-            contiguous, or the transposes (`mT`) of contiguous ones.
+            contiguous, or the transposes (`mT`) of contiguous ones. Only `own` experts have some.
         plan: int32 [E + 1 + 2 P], for this rank's tokens: see `make_plan`.
         workspace: from `all_gather_grouped_matmul_workspace`.
         epilogue: applied to the product. Its x_scale has this rank's rows, w_scale and bias have
             one entry per expert, and the residual has the result's rows.
         plans: int32 [W, E + 1 + 2 P], contiguous; receives all ranks' plans. It may be None on
             any rank.
+        own: numbers of the experts in w, on this rank; all if None.
         topology: links between ranks: with `mesh` all shards are sent at once.
         ranks_per_node: number of consecutive ranks with fast links; all if 0.
         blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned values for this device,
@@ -408,7 +440,7 @@ def all_gather_grouped_matmul(
 
     Returns:
         [W * P, N / W], or [W * P, N / (2 W)] after silu_multiply; see Epilogue.dtype. Rows for
-        pairs without an expert are not written.
+        pairs without an own expert are not written.
 
     Raises:
         KernelError: on one rank the operands do not fit together or do not fit the workspace; or
@@ -423,14 +455,17 @@ def all_gather_grouped_matmul(
         workspace.require_tensor("x_shard", x_shard)
         asked["x_shard's shape"] = tuple(x_shard.shape)
         experts, top_k = workspace.experts, workspace.top_k
-        weights = Weights.of(w, x_shard, require, groups=experts)
+        own = require_own(require, own, experts)
+        weights = Weights.of(w, x_shard, require, groups=len(own))
         (m, k), n = x_shard.shape, sum(weights.widths)
         pairs = m * top_k
         length = plan_length(experts, pairs)
         chosen = None
         if blocks is None:
-            rows = size * pairs
-            chosen = workspace.choice.of_product(x_shard, weights, rows, silu, experts, top_k)
+            choices = expected_choices(top_k, experts, len(own))
+            chosen = workspace.choice.of_product(
+                x_shard, weights, size * m * choices, silu, len(own), choices
+            )
         if chosen:
             blocks = (chosen.block_m, chosen.block_n, chosen.block_k)
             warps, stages = warps or chosen.warps, stages or chosen.stages
@@ -439,7 +474,7 @@ def all_gather_grouped_matmul(
         tiling = choose_tiling(
             high, x_shard, weights, blocks, warps, stages, require, silu, apart=True
         )
-        epilogue.check(require, x_shard, weights.widths, size * pairs, experts)
+        epilogue.check(require, x_shard, weights.widths, size * pairs, len(own))
         node = ranks_per_node or size
         fits = node > 0 and size % node == 0
         require("topology", repr(topology), topology in get_args(Topology), "be switch or mesh")
@@ -491,7 +526,7 @@ def all_gather_grouped_matmul(
     if begun is not None:
         torch.cuda.current_stream(x_shard.device).wait_event(begun)
     form = form_of(tiling, weights, epilogue, m, k)
-    tiles = (size * pairs // tiling.block_m + experts) * weights.column_tiles(tiling.block_n, silu)
+    tiles = (size * pairs // tiling.block_m + len(own)) * weights.column_tiles(tiling.block_n, silu)
     itemsize = x_shard.itemsize
     places = (x_shard.data_ptr(), k * itemsize, workspace.numel * itemsize)
     multiply_gathered_groups[(max(1, min(tiles, programs or available)),)](
@@ -509,13 +544,13 @@ def all_gather_grouped_matmul(
         rank=rank,
         m=m,
         K=k,
-        groups=experts,
+        routed=Routed(experts, len(own), top_k),
+        first=own.start,
         pairs=pairs,
-        top_k=top_k,
         out_columns=columns,
         dtype=dtype,
         RANKS=Ranks(size, node, triton.next_power_of_2(size)),
-        GROUPS=padded(experts),
+        GROUPS=padded(len(own)),
         SCALE_ROWS=epilogue.scales_rows,
         ALIGNED=all(place % 16 == 0 for place in places),
         FORM=form._replace(scale_rows=True, even_m=False),  # each row's scale has a pointer

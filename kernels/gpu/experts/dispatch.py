@@ -66,7 +66,7 @@ from weft.kernels.gpu.experts.expert_tokens import (
     pick,
     send_rows,
 )
-from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.experts.placement import Placement, Tables
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait, wait_all
@@ -294,7 +294,9 @@ class Dispatched(Arrived):
     expert_ids: Tensor
 
 
-def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) -> Dispatched:
+def moe_dispatch(
+    x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace, *, tables: Tables | None = None
+) -> Dispatched:
     """Send each token to the ranks with its experts. Collective; ranks may differ in T.
 
     DeepEP's low-latency kernels (DeepSeek-AI 2025) do the same over RDMA.
@@ -303,6 +305,8 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) 
         x: [T, K], contiguous.
         expert_ids: int32 [T, k], contiguous; -1 for no expert.
         workspace: made for at least T tokens.
+        tables: where the experts are, with the workspace's numbers of experts and slots; if None,
+            the workspace's own.
 
     Raises:
         KernelError: an argument does not fit. In a workspace's first call, every rank raises. In
@@ -318,7 +322,7 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) 
     workspace.begin()
     exchange_tokens[(workspace.resident(chunks * size),)](
         x=x,
-        routing=workspace.routing(expert_ids),
+        routing=workspace.routing(expert_ids, tables),
         status=status,
         tokens_of=tokens_of,
         peers=workspace.peers(),
@@ -332,7 +336,7 @@ def moe_dispatch(x: Tensor, expert_ids: Tensor, workspace: LowLatencyWorkspace) 
         WORLD=size,
         FORM=workspace.form(workspace.wire),
     )
-    arrived, _ = workspace.place(tokens_of)
+    arrived, _ = workspace.place(tokens_of, counted_rows=tables.rows if tables else None)
     return Dispatched(**arrived, status=status, expert_ids=expert_ids)
 
 

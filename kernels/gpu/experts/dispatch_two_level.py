@@ -100,7 +100,7 @@ from weft.kernels.gpu.experts.expert_tokens import (
     pick,
     send_rows,
 )
-from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.experts.placement import Placement, Tables
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
 from weft.kernels.gpu.runtime.peers import SLOTS
@@ -641,7 +641,12 @@ class DispatchedTwoLevel(Arrived):
 
 
 def moe_dispatch_two_level(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, workspace: TwoLevelExpertWorkspace
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    workspace: TwoLevelExpertWorkspace,
+    *,
+    tables: Tables | None = None,
 ) -> DispatchedTwoLevel:
     """Send each token once to each node of its experts, and there once to each rank. Collective.
 
@@ -650,6 +655,7 @@ def moe_dispatch_two_level(
         expert_ids: int32 [T, k], contiguous; -1 for no expert.
         weights: float32 [T, k], contiguous; from the router.
         workspace: made for at least T tokens.
+        tables: as in moe_dispatch.
 
     Raises:
         KernelError: an argument does not fit; on the same ranks as in moe_dispatch.
@@ -673,7 +679,7 @@ def moe_dispatch_two_level(
     workspace.quiet()
     cross_nodes[(chunks * nodes,)](
         x=x,
-        routing=workspace.routing(expert_ids),
+        routing=workspace.routing(expert_ids, tables),
         weights=weights,
         status=status,
         packed=packed,
@@ -723,7 +729,8 @@ def moe_dispatch_two_level(
         num_warps=WARPS,
         extern_libs=workspace.extern_libs,
     )
-    arrived, row_weights = workspace.place(tokens_of, shares)
+    counted_rows = tables.rows if tables else None
+    arrived, row_weights = workspace.place(tokens_of, shares, counted_rows)
     own: dict[str, Any] = {"status": status, "row_weights": row_weights}
     own |= {"packed": packed, "kept": kept}
     return DispatchedTwoLevel(**arrived, **own)

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.collectives.collective import DTYPES, MAX_NUMEL
-from weft.kernels.gpu.experts.placement import Placement
+from weft.kernels.gpu.experts.placement import Placement, Tables
 from weft.kernels.gpu.matmul.epilogue import FP8
 from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8
@@ -215,6 +215,7 @@ def place_tokens(
     offsets,  # int32 [L + 1]
     positions,  # int32 [W, C, k]
     number,  # int64 [1]; is set to the call's number
+    counted_rows,  # int64 [L]; each slot's rows are added. Or None
     peers,  # buffers [2, W, C, K]
     tokens_of,  # int32 [W, chunks, L]
     scales,  # int64 [W]; addresses of float32 [2, W, C, ceil(K / COLUMNS)], or None
@@ -261,6 +262,9 @@ def place_tokens(
         place += tl.sum(chosen * ((begin + before)[None, :] + earlier), axis=1)
         if block == 0:
             tl.store(offsets + expert, begin, mask=expert < num_slots)
+            if counted_rows is not None:
+                so_far = tl.load(counted_rows + expert, mask=expert < num_slots, other=0)
+                tl.store(counted_rows + expert, so_far + total, mask=expert < num_slots)
     if block == 0:
         tl.store(offsets + num_slots, passed)
         tl.store(number, call)
@@ -300,7 +304,7 @@ class ExpertWorkspace(Workspace):
         tuned: the op whose tuned chunk is used; if there is none, the cost model's choice for it.
 
     Attributes:
-        placement: the current placement; `move` changes it.
+        tables: the placement for calls that give none; `move` changes it.
         max_rows: R, the maximum number of rows from a dispatch.
 
     Raises:
@@ -377,9 +381,13 @@ class ExpertWorkspace(Workspace):
         self.max_tokens, self.width, self.top_k = max_tokens, width, top_k
         self.capacity, self.chunk = capacity, chunk
         self.max_rows = size * max_tokens * top_k
-        self.placement = placement
-        self.replicas, self.replica_counts = (t.to(self.device) for t in placement.tables())
+        self.tables = Tables(placement, self.device)
         self.dispatches = 0
+
+    @property
+    def placement(self) -> Placement:
+        """The placement for calls that give none; all others have as many slots and experts."""
+        return self.tables.placement
 
     def of_groups(self, home: Home, what: str, shape: Sequence[int]) -> SymmetricTensor | None:
         """Allocate scales for rows of this shape, if tokens are sent in fp8. Collective."""
@@ -387,24 +395,25 @@ class ExpertWorkspace(Workspace):
             return None
         return home.empty(f"{self.name}.{what}", (*shape, self.groups), torch.float32)
 
-    def move(self, placement: Placement) -> None:
+    def move(self, placement: Placement, tables: Tables | None = None) -> None:
         """Use another placement from the next dispatch on, also in captured graphs. Collective.
 
         Move the weights to their new slots as well.
+
+        Args:
+            placement: the new placement.
+            tables: the tables to change; the workspace's own if None.
 
         Raises:
             KernelError: on every rank, if the numbers of ranks, experts or slots differ from the
                 current placement, or if the ranks pass different placements.
         """
+        tables = tables or self.tables
         with agreed(self.name, {"placement": placement}, self.compare) as check:
             for what in ("world_size", "num_experts", "slots_per_rank"):
-                new, old = getattr(placement, what), getattr(self.placement, what)
+                new, old = getattr(placement, what), getattr(tables.placement, what)
                 check(f"the placement's {what}", new, new == old, f"stay {old}")
-        for table, values in zip(
-            (self.replicas, self.replica_counts), placement.tables(), strict=True
-        ):
-            table.copy_(values)
-        self.placement = placement
+        tables.set(placement)
 
     def form(self, dtype: torch.dtype) -> ChunkForm:
         """Compute the constants for kernels that move rows with this dtype."""
@@ -416,15 +425,16 @@ class ExpertWorkspace(Workspace):
             block=max(least, min(triton.next_power_of_2(self.width), TILE // self.chunk)),
         )
 
-    def routing(self, expert_ids: Tensor) -> Routing:
+    def routing(self, expert_ids: Tensor, tables: Tables | None = None) -> Routing:
         """Make the routing argument for tokens with these experts: int32 [T, k]."""
+        tables = tables or self.tables
         return Routing(
             expert_ids=expert_ids,
-            replicas=self.replicas,
-            counts=self.replica_counts,
-            num_experts=self.placement.num_experts,
-            width=self.replicas.shape[1],
-            num_slots=self.placement.slots_per_rank,
+            replicas=tables.replicas,
+            counts=tables.counts,
+            num_experts=tables.placement.num_experts,
+            width=tables.replicas.shape[1],
+            num_slots=tables.placement.slots_per_rank,
         )
 
     def require_tokens(self, check: Require, x: Tensor, expert_ids: Tensor) -> None:
@@ -444,13 +454,17 @@ class ExpertWorkspace(Workspace):
         check("sent", f"{age} dispatches old", 0 <= age <= 1, "be at most 1 old")
 
     def place(
-        self, tokens_of: Tensor, weights: SymmetricTensor | None = None
+        self,
+        tokens_of: Tensor,
+        weights: SymmetricTensor | None = None,
+        counted_rows: Tensor | None = None,
     ) -> tuple[dict[str, Any], Tensor | None]:
         """Launch `place_tokens`, the last step in a dispatch.
 
         Args:
             tokens_of: int32 [W, chunks, L].
             weights: float32 [2, W, C, k], received with the tokens.
+            counted_rows: int64 [L]; the number of each slot's rows is added.
 
         Returns:
             rows, scales, offsets, positions, call and number for an Arrived, by name; and each
@@ -470,6 +484,7 @@ class ExpertWorkspace(Workspace):
             offsets=offsets,
             positions=positions,
             number=call,
+            counted_rows=counted_rows,
             peers=self.peers(),
             tokens_of=tokens_of,
             scales=addresses(self.scales),

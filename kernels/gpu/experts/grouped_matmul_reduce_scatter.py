@@ -3,8 +3,9 @@
     grouped_matmul_reduce_scatter(x [M top_k, K / W], w [E, K / W, N], plans) -> [M / W, N]
 
 Part r of x has a row for each pair in rank r's plan, in plan order, as
-all_gather_grouped_matmul.py returns it. Each row is multiplied by its expert's weight. A token's
-rows are added with the token's weights. Rank r's tokens are then added over the ranks, on rank r.
+all_gather_grouped_matmul.py returns it. Each row is multiplied by its expert's weight, if this
+rank has it (`own`). A token's rows are added with the token's weights. Rank r's tokens are then
+added over the ranks, on rank r.
 
 Protocol. `find_pairs` finds each pair's place in its plan. `multiply_pairs` takes the owners of the
 rows, one rank per stage, in W stages. It stores the products, row by row, to `products` in this
@@ -51,6 +52,7 @@ from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
     find_rows,
     pick,
     plan_length,
+    require_own,
 )
 from weft.kernels.gpu.experts.grouped_matmul import group_of, group_sizes, padded, report
 from weft.kernels.gpu.matmul.all_gather_matmul import ahead_of
@@ -72,6 +74,7 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
 from weft.kernels.gpu.runtime.workspace import agreed, require_dtype, triton_type
+from weft.kernels.gpu.tuning.products import expected_choices
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home, SymmetricTensor
 
@@ -85,35 +88,37 @@ BLOCK = 1024
 """Number of pairs for one program in `find_pairs`."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def find_pairs(
     plans,  # int32 [W, length]
     places,  # int32 [W, pairs]; initially -1
     status,  # int32 [1]
-    groups,
+    experts,  # E
+    first,  # this rank's first expert
+    groups,  # number of its experts
     pairs,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find each pair's place in its plan, if it has an expert. Grid: (cdiv(pairs, BLOCK), W)."""
+    """Find each pair's place in its plan, if its expert is here. Grid: (cdiv(pairs, BLOCK), W)."""
     owner = tl.program_id(1)
-    plan = plans + owner * (groups + 1 + 2 * pairs)
-    _sizes, wrong = group_sizes(plan, groups, pairs, GROUPS)
-    begin, end = tl.load(plan), tl.load(plan + groups)
+    plan = plans + owner * (experts + 1 + 2 * pairs)
+    _sizes, wrong = group_sizes(plan + first, groups, pairs, GROUPS)
+    begin, end = tl.load(plan + first), tl.load(plan + first + groups)
     if wrong < GROUPS:
         begin = end
         report(status, 1 + owner)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (at >= begin) & (at < end)
     inside = inside & (at < pairs)
-    pair = tl.load(plan + groups + 1 + at, mask=inside, other=0)
+    pair = tl.load(plan + experts + 1 + at, mask=inside, other=0)
     bad = (pair < 0) | (pair >= pairs)
     if tl.max(bad.to(tl.int32), 0) > 0:
         report(status, 1 + owner)
     tl.store(places + owner * pairs + pair, at, mask=inside & (pair >= 0) & (pair < pairs))
 
 
-@triton.jit(do_not_specialize=["rank", "pairs"])
+@triton.jit(do_not_specialize=["rank", "pairs", "first"])
 def multiply_pairs(
     x,  # [W * pairs, K]
     w,  # [E, K, N], or [E, N, K] if FORM.transposed
@@ -128,10 +133,12 @@ def multiply_pairs(
     ready,  # the first signal; there are W
     N,
     K,
-    groups,  # E
+    experts,  # E
+    first,  # this rank's first expert
+    groups,  # number of its experts
     pairs,  # number of pairs on a rank
     RANKS: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two, at least E
+    GROUPS: tl.constexpr,  # a power of two, at least `groups`
     FORM: tl.constexpr,
 ):
     """Compute the products for all pairs, ordered by owner. Grid: (programs,)."""
@@ -143,21 +150,21 @@ def multiply_pairs(
     GROUP: tl.constexpr = FORM.group
     SCALE_ROWS: tl.constexpr = FORM.scale_rows
     call = tl.load(peers.calls)
-    length = groups + 1 + 2 * pairs
+    length = experts + 1 + 2 * pairs
     columns = tl.cdiv(N, BLOCK_N)
     steps = tl.arange(0, STEPS)
     by_step = plans + ahead_of(rank, tl.maximum(WORLD - 1 - steps, 0), WORLD, NODE) * length
     usable = tl.zeros((STEPS,), tl.int32)
     for stage in range(WORLD):
         owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
-        size, wrong = group_sizes(plans + owner * length, groups, pairs, GROUPS)
+        size, wrong = group_sizes(plans + owner * length + first, groups, pairs, GROUPS)
         usable += tl.where((steps == stage) & (wrong == GROUPS), 1, 0)
     came = tl.zeros((GROUPS,), tl.int32)  # each expert's rows so far
     done = tl.zeros((GROUPS,), tl.int32)  # each expert's tile rows so far
     tile = tl.program_id(0)  # index in the stage
     for stage in range(WORLD):
         owner = ahead_of(rank, WORLD - 1 - stage, WORLD, NODE)
-        size, wrong = group_sizes(plans + owner * length, groups, pairs, GROUPS)
+        size, wrong = group_sizes(plans + owner * length + first, groups, pairs, GROUPS)
         came += size
         begun = tl.cdiv(came, BLOCK_M)
         new = begun - done
@@ -169,13 +176,13 @@ def multiply_pairs(
             expert, before = group_of(tile // columns, through)
             count = pick(new, expert, GROUPS)
             row, column = tile_at(tile - before * columns, count, columns, GROUP)
-            first = (pick(done, expert, GROUPS) + row) * BLOCK_M
-            at = first + tl.arange(0, BLOCK_M)
-            step, place, rows = find_rows(at, expert, by_step, usable, steps)
+            top = (pick(done, expert, GROUPS) + row) * BLOCK_M
+            at = top + tl.arange(0, BLOCK_M)
+            step, place, rows = find_rows(at, first + expert, by_step, usable, steps)
             source = ahead_of(rank, WORLD - 1 - step, WORLD, NODE)
             pair = tl.where(at < rows, source * pairs + place, 0).to(tl.int64)
             multiply_and_finish(
-                x + pair * K, 0, rows - first, column,
+                x + pair * K, 0, rows - top, column,
                 w + tl.cast(expert, tl.int64) * K * N, None, None, (N,),
                 x_scale + pair if SCALE_ROWS else x_scale,
                 None if w_scale is None else w_scale + expert * scale_stride,
@@ -198,7 +205,7 @@ def add_and_send(
     ready,  # the first signal; there are W
     m,  # tokens on a rank
     N,
-    groups,
+    experts,  # E
     top_k,
     dtype: tl.constexpr,
     WORLD: tl.constexpr,
@@ -221,7 +228,7 @@ def add_and_send(
         row, column = tile_at(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
         row, column = row * BLOCK_M, column * BLOCK_N
         at_m, at_n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-        weights = plans + owner * (groups + 1 + 2 * pairs) + groups + 1 + pairs
+        weights = plans + owner * (experts + 1 + 2 * pairs) + experts + 1 + pairs
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for choice in range(top_k):
             pair = at_m * top_k + choice
@@ -314,6 +321,7 @@ def grouped_matmul_reduce_scatter(
     workspace: ReduceGroupsWorkspace,
     *,
     epilogue: Epilogue = NOTHING,
+    own: range | None = None,
     ranks_per_node: int = 0,
     blocks: tuple[int, int, int] | None = None,
     warps: int = 0,
@@ -327,12 +335,14 @@ def grouped_matmul_reduce_scatter(
         x: [W * P, K / W], contiguous, with P = M / W * top_k; the same row count on all ranks. Part
             r has rank r's pairs in plan order.
         w: [E, K / W, N] with x's dtype, contiguous or the transpose (`mT`) of a contiguous tensor.
+            Only `own` experts have one.
         plans: int32 [W, E + 1 + 2 P]: all ranks' plans, from all_gather_grouped_matmul; the same on
             all ranks.
         workspace: from `grouped_matmul_reduce_scatter_workspace`.
         epilogue: its scales apply to this rank's products, with one w_scale entry per expert; the
             residual has this rank's rows of the sum. If out_dtype is None, the result has the
             workspace's dtype.
+        own: numbers of the experts in w, on this rank; all if None. Other rows of x are not read.
         ranks_per_node: number of consecutive ranks with fast links; all if 0.
         blocks: BLOCK_M, BLOCK_N, BLOCK_K of a tile. If None, the tuned values for this device,
             world size, shape and dtype; if there are none, the cost model's choice (tuning/).
@@ -353,22 +363,26 @@ def grouped_matmul_reduce_scatter(
     asked |= {"ranks_per_node": ranks_per_node, "programs": programs, "senders": senders}
     with workspace.agreed("grouped_matmul_reduce_scatter", asked):
         experts, top_k, device = workspace.experts, workspace.top_k, workspace.device
-        weights = Weights.of(w, x, require, limit=1, groups=experts)
+        own = require_own(require, own, experts)
+        weights = Weights.of(w, x, require, limit=1, groups=len(own))
         asked |= result_shape(x, weights)
         require("x's device", x.device, x.device == device, f"be {device}, the workspace's")
         (rows, k), n = x.shape, weights.widths[0]
         whole = rows % (size * top_k) == 0
         require("x's rows", rows, whole, f"be {top_k} for each token of {size} ranks")
         pairs, m = rows // size, rows // size // top_k
+        choices = expected_choices(top_k, experts, len(own))
         if blocks is None and (
-            config := workspace.choice.of_product(x, weights, rows, False, experts, top_k)
+            config := workspace.choice.of_product(
+                x, weights, size * m * choices, False, len(own), choices
+            )
         ):
             blocks = (config.block_m, config.block_n, config.block_k)
             warps, stages = warps or config.warps, stages or config.stages
             senders = senders or config.senders
         high = -(-rows // experts)
         tiling = choose_tiling(high, x, weights, blocks, warps, stages, require, apart=True)
-        epilogue.check(require, x, weights.widths, m, experts)
+        epilogue.check(require, x, weights.widths, m, len(own))
         without = epilogue.bias is None and not epilogue.silu_multiply
         require("epilogue", "one with a bias or SiLU", without, "have scales and a residual only")
         node = ranks_per_node or size
@@ -405,13 +419,15 @@ def grouped_matmul_reduce_scatter(
         plans=plans,
         places=places,
         status=workspace.status,
-        groups=experts,
+        experts=experts,
+        first=own.start,
+        groups=len(own),
         pairs=pairs,
-        GROUPS=padded(experts),
+        GROUPS=padded(len(own)),
         BLOCK=BLOCK,
     )
     with workspace.beside():
-        upper = (rows // tiling.block_m + experts) * -(-n // tiling.block_n)
+        upper = (rows // tiling.block_m + len(own)) * -(-n // tiling.block_n)
         multiply_pairs[(min(upper, programs or available),)](
             x=x,
             w=weights.tensors[0],
@@ -426,10 +442,12 @@ def grouped_matmul_reduce_scatter(
             ready=workspace.ready,
             N=n,
             K=k,
-            groups=experts,
+            experts=experts,
+            first=own.start,
+            groups=len(own),
             pairs=pairs,
             RANKS=Ranks(size, node, triton.next_power_of_2(size)),
-            GROUPS=padded(experts),
+            GROUPS=padded(len(own)),
             FORM=form._replace(even_m=False),
             num_warps=tiling.warps,
             num_stages=tiling.stages,
@@ -443,7 +461,7 @@ def grouped_matmul_reduce_scatter(
         ready=workspace.ready,
         m=m,
         N=n,
-        groups=experts,
+        experts=experts,
         top_k=top_k,
         dtype=wire,
         WORLD=size,

@@ -8,8 +8,8 @@ on different ranks. The choice does not depend on any other token, and all repli
 compute the same result.
 
 Two tables on the device hold the placement: `replicas` int32 [E, n] lists the slots for
-each expert, and `counts` int32 [E] tells how many there are. A workspace updates both
-tables at fixed addresses, so a captured CUDA graph sees the change.
+each expert, and `counts` int32 [E] tells how many there are. Both stay at their addresses
+when a placement changes, so a captured CUDA graph sees the change.
 """
 
 from __future__ import annotations
@@ -83,6 +83,34 @@ class Placement:
         return torch.tensor(padded, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
 
 
+class Tables:
+    """A placement for kernels, on a device.
+
+    Args:
+        placement: the first placement.
+        device: the device.
+        rows: see the attribute.
+
+    Attributes:
+        placement: the placement.
+        replicas, counts: see `Placement.tables`; they stay at their addresses.
+        rows: int64 [L]; dispatches add the number of rows that each slot of this rank receives.
+            None if they do not count.
+    """
+
+    def __init__(
+        self, placement: Placement, device: torch.device, rows: Tensor | None = None
+    ) -> None:
+        self.placement, self.rows = placement, rows
+        self.replicas, self.counts = (table.to(device) for table in placement.tables())
+
+    def set(self, placement: Placement) -> None:
+        """Change the placement; it has as many ranks, experts and slots."""
+        for table, numbers in zip((self.replicas, self.counts), placement.tables(), strict=True):
+            table.copy_(numbers)
+        self.placement = placement
+
+
 def even(num_experts: int, world_size: int) -> Placement:
     """Place each expert once, the first ones on the first rank.
 
@@ -93,6 +121,17 @@ def even(num_experts: int, world_size: int) -> Placement:
     must = f"be a positive multiple of {world_size} ranks, or be placed with replicas"
     require("placement", "num_experts", num_experts, divided, must)
     return Placement(tuple(range(num_experts)), world_size)
+
+
+def doubled(placement: Placement, copies: int) -> Placement:
+    """Add slots to each rank, for the rank's own experts in turn."""
+    ranks = (placement.experts(rank) for rank in range(placement.world_size))
+    slots = (
+        expert
+        for own in ranks
+        for expert in (*own, *(own[copy % len(own)] for copy in range(copies)))
+    )
+    return Placement(tuple(slots), placement.world_size)
 
 
 def balanced(loads: Sequence[float], world_size: int, slots_per_rank: int) -> Placement:
@@ -123,11 +162,10 @@ def balanced(loads: Sequence[float], world_size: int, slots_per_rank: int) -> Pl
     order = [e for e, count in enumerate(counts) for _ in range(count)]
     order.sort(key=lambda e: -shares[e])
     held: list[list[int]] = [[] for _ in range(world_size)]
+    totals = [0.0] * world_size
     for expert in order:
         open_ranks = [rank for rank in range(world_size) if len(held[rank]) < slots_per_rank]
-        chosen = min(
-            open_ranks,
-            key=lambda rank: (expert in held[rank], sum(shares[e] for e in held[rank]), rank),
-        )
+        chosen = min(open_ranks, key=lambda rank: (expert in held[rank], totals[rank], rank))
         held[chosen].append(expert)
+        totals[chosen] += shares[expert]
     return Placement(tuple(e for experts in held for e in sorted(experts)), world_size)

@@ -21,7 +21,8 @@ def measured_ways(
     home: Home,
     begins: Sequence[Product],
     ends: Sequence[Product],
-    sums: Sequence[Product],
+    expert_begins: Sequence[Product],
+    expert_ends: Sequence[Product],
     dtype: torch.dtype,
     path: Path | None = None,
 ) -> dict[int, list[float]]:
@@ -33,7 +34,7 @@ def measured_ways(
         home: this rank's home.
         begins: all products of a layer that take all rows and own columns.
         ends: all products of a layer that are summed over the ranks.
-        sums: what ranks exchange for experts; see `three_ways`.
+        expert_begins, expert_ends: the same for experts.
         dtype: operand dtype.
         path: tuning file; tuned.default_path() if None.
 
@@ -46,7 +47,7 @@ def measured_ways(
 
     def look() -> str:
         table = tuned.load(path or tuned.default_path())
-        ways = three_ways(home.world_size, begins, ends, sums)
+        ways = three_ways(home.world_size, begins, ends, expert_begins, expert_ends)
         found = {}
         for rows in sorted({key.rows for key in table if key.op == "matmul_all_reduce"}):
             try:

@@ -9,8 +9,13 @@ A layer's products run in one of three ways (models/torch/overlapped.py):
     many    all_gather_matmul    rows are split over the ranks
             matmul_reduce_scatter
 
-With experts: all_reduce of their sum in the first two ways; all_gather and reduce_scatter in the
-third. The first two repeat the work between the products, mainly norms, on all W ranks. This is not
+With experts, the products of each token's choices are among them:
+
+    few, medium             grouped_matmul, twice; all_reduce
+    many                    all_gather_grouped_matmul
+                            grouped_matmul_reduce_scatter
+
+The first two repeat the work between the products, mainly norms, on all W ranks. This is not
 counted. A product without communication is all_gather_matmul with world size 1.
 """
 
@@ -19,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.kernels.gpu.tuning.costs import Gpu, Problem, cost, space
+from weft.kernels.gpu.tuning.costs import PAYLOADS, Gpu, Problem, cost, space
 
 PRODUCT_METHODS = {
     "all_gather_matmul": ("push",),
@@ -40,10 +45,29 @@ EXCHANGES = {
 
 
 class Product(NamedTuple):
-    """A weight's size on one rank: n columns, k rows. For collectives: n columns, and k = 0."""
+    """A weight's size on one rank: n columns, k rows. For collectives: n columns, and k = 0.
+
+    Attributes:
+        n, k: columns and rows.
+        groups: number of experts on the rank, each with such a weight.
+        top_k: `expected_choices` of a row among them.
+    """
 
     n: int
     k: int
+    groups: int = 1
+    top_k: int = 1
+
+
+def expected_choices(top_k: int, experts: int, own: int) -> int:
+    """Return how many of a token's experts are expected on a rank, at least one.
+
+    Args:
+        top_k: number of experts for each token.
+        experts: number of experts on all ranks.
+        own: number of the rank's experts.
+    """
+    return max(1, top_k * own // experts)
 
 
 class Pass(NamedTuple):
@@ -61,7 +85,14 @@ class Pass(NamedTuple):
 
     def problems(self, rows: int, dtype: str) -> list[Problem]:
         """Return a problem for each product, with `rows` rows on all ranks together."""
-        return [Problem(self.op, self.world_size, rows, n, k, dtype) for n, k in self.products]
+        travels = PAYLOADS[self.op] != "nothing"  # a row is sent once for all its choices
+        return [
+            Problem(
+                *(self.op, self.world_size, rows * top_k, n, k, dtype, groups),
+                top_k=top_k if travels else 1,
+            )
+            for n, k, groups, top_k in self.products
+        ]
 
 
 Way = Sequence[Pass]
@@ -71,7 +102,8 @@ def three_ways(
     world_size: int,
     begins: Sequence[Product],
     ends: Sequence[Product],
-    sums: Sequence[Product],
+    expert_begins: Sequence[Product] = (),
+    expert_ends: Sequence[Product] = (),
 ) -> tuple[Way, Way, Way]:
     """Return the ops for few rows, those for more, and those for many.
 
@@ -79,22 +111,26 @@ def three_ways(
         world_size: number of ranks.
         begins: all products of a layer that take all rows and own columns.
         ends: all products of a layer that are summed over the ranks.
-        sums: what ranks exchange for experts.
+        expert_begins, expert_ends: the same for experts.
     """
+    grouped = Pass("grouped_matmul", 1, [*expert_begins, *expert_ends])
+    sums = [Product(end.n, 0) for end in expert_ends]
     few = (
         Pass("all_gather_matmul", 1, begins),
         Pass("matmul_all_reduce", world_size, ends),
+        grouped,
         Pass("all_reduce", world_size, sums),
     )
     medium = (
         Pass("all_gather_matmul", 1, [*begins, *ends]),
+        grouped,
         Pass("all_reduce", world_size, [*(Product(end.n, 0) for end in ends), *sums]),
     )
     many = (
         Pass("all_gather_matmul", world_size, begins),
         Pass("matmul_reduce_scatter", world_size, ends),
-        Pass("all_gather", world_size, sums),
-        Pass("reduce_scatter", world_size, sums),
+        Pass("all_gather_grouped_matmul", world_size, expert_begins),
+        Pass("grouped_matmul_reduce_scatter", world_size, expert_ends),
     )
     return few, medium, many
 

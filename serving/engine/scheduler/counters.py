@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.models.interface import StepOutput
 from weft.serving.engine.protocol import EngineStats
 from weft.serving.engine.scheduler.request import Request
 
@@ -17,6 +18,7 @@ class Counters:
         submitted, finished: steps that were scheduled, and steps that have come back.
         step_seconds: time that finished steps took on the device.
         compilations: kernels or programs compiled during these steps.
+        busiest_expert_rows, mean_expert_rows: see StepOutput.expert_rows.
         preemptions: number of times that a request lost its blocks to an earlier one.
         prefix_queries: tokens of admitted requests that were looked up in the prefix cache.
         prefix_hits: number of these tokens that were found.
@@ -28,11 +30,22 @@ class Counters:
     finished: int = 0
     step_seconds: float = 0.0
     compilations: int = 0
+    busiest_expert_rows: float = 0.0
+    mean_expert_rows: float = 0.0
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+
+    def finish(self, result: StepOutput) -> None:
+        """Count a step that has come back."""
+        self.finished += 1
+        self.step_seconds += result.seconds
+        self.compilations += result.compilations
+        busiest, mean = result.expert_rows
+        self.busiest_expert_rows += busiest
+        self.mean_expert_rows += mean
 
     def prefix_lookup(self, request: Request) -> None:
         """Count a lookup for a request; its `computed` tokens were found."""
@@ -52,6 +65,8 @@ class Counters:
             steps=self.finished,
             step_seconds=self.step_seconds,
             compilations=self.compilations,
+            busiest_expert_rows=self.busiest_expert_rows,
+            mean_expert_rows=self.mean_expert_rows,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
         )

@@ -97,9 +97,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         expected = step.batch.step
         assert result.step == expected, f"step {result.step} came back, not {expected}"
-        self._counters.finished += 1
-        self._counters.step_seconds += result.seconds
-        self._counters.compilations += result.compilations
+        self._counters.finish(result)
         self._slots.finished(step.slots, step.batch.context_len)
 
         if result.prompt_logprobs is not None:

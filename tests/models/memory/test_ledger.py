@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoints import make_checkpoint
 
 from weft.errors import ConfigError
+from weft.models.checkpoint.locate import read_spec
 from weft.models.memory.activations import LargestStep, cpu_activations, triton_activations
 from weft.models.memory.ledger import GIB, MIB, Ledger, human_bytes
-from weft.models.memory.plan import RECORDING, MemoryPlan, Recordings
+from weft.models.memory.plan import RECORDING, MemoryPlan, Recordings, copies_bytes
 from weft.models.spec.families import build_spec
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import DTYPE_BYTES
+from weft.models.spec.spec import DTYPE_BYTES, MoeSpec
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -204,6 +206,18 @@ def test_human_bytes() -> None:
         "10.00 GiB",
     ]
     assert [human_bytes(size) for size in sizes] == readable
+
+
+def test_copies_of_experts_are_weights(tmp_path: Path) -> None:
+    spec = Layout(ep=4).local(read_spec(make_checkpoint(tmp_path, "qwen3_moe")))
+    (moe, _) = (layer.feed_forward for layer in spec.layers)
+    assert isinstance(moe, MoeSpec)
+    expert = sum(weight.size for weight in (moe.gate, moe.up, moe.down)) // 2
+    # Three copies in two layers, and a buffer for a weight of two experts and three copies.
+    expected = 4 * (2 * 3 * expert + 5 * moe.gate.size // 2)
+    assert copies_bytes(spec, "float32", 3) == expected
+    assert copies_bytes(spec, "float32", 0) == copies_bytes(SPEC, "float32", 3) == 0
+    assert plan(copies=expected).weights == plan().weights + expected
 
 
 def test_buffers_and_recorded_steps_take_from_the_cache() -> None:

@@ -184,6 +184,16 @@ def test_overlapped_kernels_have_experts_on_as_many_ranks_as_attention_or_attent
     )
 
 
+def test_more_copies_than_experts_are_refused(specs: dict[str, ModelSpec]) -> None:
+    check_layout(specs["qwen3_moe"], 1, 4, redundant_experts=8)
+    for family, experts in (("qwen3_moe", 8), ("llama", 0)):
+        with pytest.raises(ConfigError) as raised:
+            check_layout(specs[family], 1, 4 if experts else 1, redundant_experts=12)
+        assert str(raised.value) == (
+            f"--redundant-experts is 12; it must be at most the model's {experts} experts"
+        )
+
+
 def test_only_experts_that_are_cut_must_divide(tmp_path: Path) -> None:
     spec = read_spec(
         make_checkpoint(tmp_path, "qwen3_moe", num_attention_heads=8, moe_intermediate_size=20)

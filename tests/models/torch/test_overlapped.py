@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.split import BLOCK, BLOCKS, generate, steps, together
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from weft.kernels.check.races import RaceDetector
+from weft.kernels.check.ranks import run
+from weft.kernels.gpu.experts.dispatch_two_level import TwoLevelExpertWorkspace
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.costs import Config, device_named
@@ -19,11 +23,13 @@ from weft.kernels.gpu.tuning.products import Way, predicted, three_ways
 from weft.kernels.gpu.tuning.table import Entry, key_of
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.counting import CountingHome
+from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import locate, read_spec
 from weft.models.spec.layout import Layout
 from weft.models.torch.crossover import products_of
 from weft.models.torch.gpu_model import GpuModel
+from weft.models.torch.group import ALONE
 from weft.models.torch.overlapped import Overlapped, token_limits
 from weft.models.torch.runner import TorchRunner
 
@@ -55,13 +61,49 @@ def test_a_wait_that_has_run_out_fails_the_step(tmp_path: Path) -> None:
         runner.warm_up()
 
 
+def test_experts_beyond_nvlink_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """Two nodes with two ranks each; their network delays and reorders what it can."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", norm_topk_prob=True, num_hidden_layers=1)
+    spec, decodes = read_spec(path), 1
+    races = RaceDetector()
+
+    def work(home: Home) -> list[list[int]]:
+        assert home.ranks_per_node == 2
+        runner = TorchRunner.load(
+            path,
+            spec,
+            dtype="float32",
+            block_size=BLOCK,
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            max_model_len=32,
+            layout=Layout(ep=4, rank=home.rank),
+            home=home,
+            cuda_graphs=False,
+        )
+        runner.allocate_kv_cache(BLOCKS)
+        assert isinstance(runner._model, GpuModel)
+        exchange = runner._model.exchange
+        assert isinstance(exchange, Overlapped)
+        assert isinstance(exchange.dispatch, TwoLevelExpertWorkspace)
+        assert exchange.dispatch.far
+        ran = [(step, runner.step(step)) for step in together(4, home.rank, decodes)]
+        return [output.token_ids.tolist() for step, output in ran if len(step.token_ids)][1:]
+
+    found = run(work, 4, seed=3, races=races, ranks_per_node=2)
+    assert races.findings == []
+    for rank, tokens in enumerate(found):
+        expected, _, _ = generate(*(path, "float32", Layout(), ALONE), inputs=steps(rank, decodes))
+        assert tokens == expected.tolist()
+
+
 GPU = "NVIDIA H100 80GB HBM3"
 
 
 def ways_of(model: str, size: int) -> tuple[Way, Way, Way]:
-    """The ways of a layer's products and its experts' exchange."""
+    """The ways of a layer's products, also of its experts."""
     products = products_of(Layout(size).local(read_spec(locate(model))))
-    assert bool(products.sums) == ("moe" in model)
+    assert len(products.expert_begins) == len(products.expert_ends) == ("moe" in model)
     return three_ways(size, *products)
 
 

@@ -154,6 +154,7 @@ OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
     1: [("llama", Layout())],
     2: [
         ("llama", Layout(tp=2)),
+        ("experts", Layout(tp=2)),
         ("experts", Layout(tp=2, ep=2)),
         ("experts", Layout(ep=2)),
         ("window", Layout(cp=2)),
@@ -162,7 +163,12 @@ OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
 }
 MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
     2: [(model, Layout(tp=2)) for model in ("tied", "odd vocabulary", "mixtral")],
-    4: [("tied", Layout(tp=2, pp=2)), ("llama", Layout(tp=4)), ("tied", Layout(tp=2, cp=2))],
+    4: [
+        ("tied", Layout(tp=2, pp=2)),
+        *((model, Layout(tp=4)) for model in ("llama", "experts")),
+        *(("experts", Layout(tp=4, ep=ep)) for ep in (2, 4)),
+        ("tied", Layout(tp=2, cp=2)),
+    ],
 }
 
 

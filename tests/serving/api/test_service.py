@@ -65,6 +65,8 @@ def test_metrics(server: Server, http: httpx.Client) -> None:
         "engine_steps_total",
         "engine_step_seconds_total",
         "engine_compilations_total",
+        "busiest_rank_expert_rows_total",
+        "mean_rank_expert_rows_total",
         "prompt_tokens_total",
         "generation_tokens_total",
     ):

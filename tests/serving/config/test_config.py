@@ -21,6 +21,21 @@ from weft.serving.config.sources import SETTINGS, resolve
             {"dtype": "fp16"},
             "--dtype is 'fp16'; it must be one of auto, bfloat16, float16, half, float32",
         ),
+        *(
+            ({"redundant_experts": 4} | others, f"--redundant-experts is 4; {problem}")
+            for others, problem in (
+                ({}, "with --ep 1 it must be 0: a rank alone has all experts"),
+                ({"ep": 3}, "it must be a multiple of --ep, 3"),
+                ({"ep": 2, "tp": 2}, "with --tp 2 it must be 0: all ranks have all tokens there"),
+                ({"ep": 2, "cp": 2}, "with --cp 2 it must be 0: all ranks have all tokens there"),
+                ({"ep": 2, "backend": "jax"}, "with --backend jax it must be 0"),
+                (
+                    {"ep": 2, "kernels": "plain"},
+                    "with --kernels plain it must be 0: only overlapped kernels choose among "
+                    "copies",
+                ),
+            )
+        ),
         ({"threads": 0}, "--threads is 0; it must be at least 1"),
         ({"max_model_len": -1}, "--max-model-len is -1; it must be at least 1"),
         ({"memory_fraction": 0.0}, "--memory-fraction is 0.0; it must be above 0"),

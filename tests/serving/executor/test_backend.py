@@ -18,16 +18,24 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from weft.errors import ConfigError
 from weft.kernels.check.ranks import run
+from weft.kernels.symmetric import nvshmem
 from weft.kernels.symmetric.counting import CountingHome
-from weft.kernels.symmetric.memory import Home
+from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.virtual import VirtualHome
 from weft.models.checkpoint.locate import read_spec
 from weft.models.spec.layout import Layout
+from weft.models.torch.group import ALONE
 from weft.models.torch.overlapped import Overlapped
 from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.config.slices import NodeSlice
 from weft.serving.executor import backend
-from weft.serving.executor.backend import choose_kernels, has_native_atomics, require_same
+from weft.serving.executor.backend import (
+    choose_kernels,
+    has_native_atomics,
+    homes,
+    ranks_per_node,
+    require_same,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -45,6 +53,69 @@ def test_auto_overlaps_on_gpus_of_one_node_where_the_layout_can() -> None:
     stages, layout = replace(config, tp=1, pp=2, replica=apart), Layout(rank=1, pp=2)
     assert choose_kernels(stages, layout, GPU) == "overlapped"
     assert choose_kernels(stages, layout, CPU) == "plain"
+
+
+def on_nodes(*ranks: int) -> Replica:
+    """An engine with this number of ranks on each node."""
+    return Replica(slice=tuple(NodeSlice(node, (*range(n),)) for node, n in enumerate(ranks)))
+
+
+@pytest.mark.usefixtures("nvlink")
+def test_experts_may_be_on_several_nodes_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: not asked.append((a, b)))
+    config, layout = EngineConfig(ep=4, kernels="overlapped"), Layout(ep=4, rank=2)
+    even = replace(config, replica=on_nodes(2, 2))
+    assert choose_kernels(even, layout, GPU) == "overlapped"
+    assert asked == [(0, 1), (1, 0)]
+    assert choose_kernels(replace(even, redundant_experts=4), layout, GPU) == "overlapped"
+    assert choose_kernels(replace(even, kernels="auto"), layout, GPU) == "plain"
+    with pytest.raises(ConfigError, match="each node must have as many of a stage's ranks; they"):
+        choose_kernels(replace(config, replica=on_nodes(3, 1)), layout, GPU)
+    for wide in (Layout(tp=4, ep=4), Layout(tp=2, ep=4), Layout(cp=4)):
+        sizes = {"tp": wide.tp, "ep": wide.ep, "cp": wide.cp}
+        with pytest.raises(ConfigError, match="one node, unless --tp and --cp are 1 and you set"):
+            choose_kernels(replace(even, **sizes), wide, GPU)  # type: ignore[arg-type]
+    assert ranks_per_node(on_nodes(2, 2).slice, Layout(ep=2, pp=2)) == 2
+    assert ranks_per_node(on_nodes(4, 2, 2).slice, Layout(ep=4, pp=2)) == 0
+    assert ranks_per_node((), Layout(ep=4)) == 4
+
+
+def test_ranks_on_several_nodes_share_memory_through_nvshmem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it, each rank of a stage learns what to install; the other stage is not involved."""
+    monkeypatch.setattr(nvshmem, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: None)
+    store, errors = HashStore(), list[str]()
+
+    def rank(number: int) -> None:
+        layout = Layout(ep=2, pp=2, rank=2 + number)
+        slice = on_nodes(1, 1, 1, 1).slice
+        try:
+            homes(layout, GPU, "overlapped", ALONE, store, slice)
+        except SymmetricMemoryError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+    for error in errors:
+        assert "rank 0: error: nvshmem4py is not installed; pip install" in error
+
+
+def test_copies_of_experts_need_overlapped_kernels() -> None:
+    config, layout = EngineConfig(ep=2, redundant_experts=4), Layout(ep=2)
+    assert choose_kernels(replace(config, kernels="overlapped"), layout, CPU) == "overlapped"
+    assert choose_kernels(config, layout, GPU) == "overlapped"
+    with pytest.raises(ConfigError, match="--redundant-experts is 4; it needs --kernels overlapp"):
+        choose_kernels(config, layout, CPU)
+    apart = Replica(slice=(NodeSlice(0, (0,)), NodeSlice(1, (0,))))
+    with pytest.raises(ConfigError, match="and --kernels auto is plain here"):
+        choose_kernels(replace(config, replica=apart), layout, GPU)
 
 
 @pytest.fixture
@@ -152,8 +223,12 @@ def test_ranks_of_different_kinds_are_told() -> None:
     assert errors[0].endswith("rank 0: cuda; rank 1: cpu")
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(ep=2)])
-def test_buffers_are_counted_before_they_are_made(layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "near"), [(Layout(tp=2), 2), (Layout(ep=2), 2), (Layout(ep=2), 1)]
+)
+def test_buffers_are_counted_before_they_are_made(
+    layout: Layout, near: int, tmp_path: Path
+) -> None:
     spec = read_spec(make_checkpoint(tmp_path, "qwen3_moe"))
 
     def made(home: Home) -> int:
@@ -162,9 +237,9 @@ def test_buffers_are_counted_before_they_are_made(layout: Layout, tmp_path: Path
         Overlapped(home, None, spec, of_rank, torch.float32, 100)
         return sum(home._world.memory[address].nbytes for address in home._addresses)
 
-    counting = CountingHome(2)
+    counting = CountingHome(2, ranks_per_node=near)
     Overlapped(counting, None, spec, layout, torch.float32, 100)
-    assert run(made, 2) == [counting.nbytes] * 2
+    assert run(made, 2, ranks_per_node=near) == [counting.nbytes] * 2
     assert counting.nbytes > 0
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.experts import ROUTINGS, plans_of, routed
+from support.experts import ROUTINGS, own_experts, plans_of, routed
 from support.faults import planted
 from support.overlapped import (
     BLOCKS,
@@ -52,6 +52,7 @@ from weft.kernels.symmetric.memory import Home
     routing=ROUTINGS,
     dtype=DTYPES,
     transposed=st.booleans(),
+    cut=st.booleans(),
     topology=st.sampled_from(["switch", "mesh"]),
     nodes=st.booleans(),
     programs=st.integers(1, 5),
@@ -70,6 +71,7 @@ def test_any_routing(
     routing: str,
     dtype: torch.dtype,
     transposed: bool,
+    cut: bool,
     topology: str,
     nodes: bool,
     programs: int,
@@ -91,7 +93,9 @@ def test_any_routing(
 
     def work(home: Home) -> list[Tensor]:
         workspace = all_gather_grouped_matmul_workspace(home, m, k, experts, top_k, dtype)
-        mine = [w.mT.contiguous().mT if transposed else w for w in ws[home.rank]]
+        own = own_experts(home.rank, experts, cut)
+        mine = [w[own.start : own.stop] for w in ws[home.rank]]
+        mine = [w.mT.contiguous().mT if transposed else w for w in mine]
         results = []
         for call, call_plans in zip(xs, plans, strict=True):
             gathered = torch.full((size, len(call_plans[0])), -7, dtype=torch.int32)
@@ -101,6 +105,7 @@ def test_any_routing(
                 call_plans[home.rank],
                 workspace,
                 plans=gathered,
+                own=own if cut else None,
                 **options,  # type: ignore[arg-type]
             )
             results += [out, gathered]
@@ -110,9 +115,9 @@ def test_any_routing(
     got = run_calls(work, size, seed, slowness)
     joined = [torch.cat(mine, dim=2) for mine in ws]
     for call, call_plans in zip(xs, plans, strict=True):
-        rows = routed(call_plans, experts, m * top_k)
         oracle = reference.all_gather_grouped_matmul(call, joined, call_plans, top_k)
-        for mine, expected in zip(got.pop(0), oracle, strict=True):
+        for rank, (mine, expected) in enumerate(zip(got.pop(0), oracle, strict=True)):
+            rows = routed(call_plans, own_experts(rank, experts, cut), m * top_k)
             assert mine.shape == expected.shape
             close(mine[rows], expected[rows], dtype)
         for mine in got.pop(0):
@@ -132,7 +137,7 @@ def test_epilogues(size: int, m: int, n: int, gate_up: str, seed: int) -> None:
     k, columns, experts, top_k = 24, 2 * n, 3, 2
     xs = [torch.randn(m, k).bfloat16() for _ in range(size)]
     plans = plans_of(size, m, experts, top_k, "any")
-    rows = routed(plans, experts, m * top_k)
+    rows = routed(plans, range(experts), m * top_k)
     ws = [torch.randn(experts, k, columns).bfloat16() / 4 for _ in range(size)]
     biases = [torch.randn(experts, columns) for _ in range(size)]
     shape = (len(rows), n if gate_up else columns)
@@ -181,7 +186,7 @@ def test_scales_of_fp8_travel_with_their_rows(
     xs = [[torch.randn(m, k).to(FP8) for _ in range(size)] for _ in range(2)]
     scales = [[torch.rand(m if by_row else 1) + 0.5 for _ in range(size)] for _ in range(2)]
     plans = plans_of(size, m, experts, top_k, "any")
-    rows = routed(plans, experts, m * top_k)
+    rows = routed(plans, range(experts), m * top_k)
     ws = [torch.randn(experts, n, k).to(FP8).mT for _ in range(size)]
     shapes = {"nothing": (1,), "one": (1,), "expert": (experts, 1), "column": (experts, n)}
     w_scales = [torch.rand(shapes[by]) + 0.5 for _ in range(size)]
@@ -230,7 +235,7 @@ def test_calls_of_several_shapes_share_a_workspace() -> None:
         ]
 
     for got, x, w, plan in zip(run_calls(work, size, seed=5), xs, ws, plans, strict=True):
-        rows = routed(plan, experts, len(x[0]) * top_k)
+        rows = routed(plan, range(experts), len(x[0]) * top_k)
         for mine, expected in zip(
             got, reference.all_gather_grouped_matmul(x, w, plan, top_k), strict=True
         ):
@@ -341,6 +346,7 @@ def test_faults_are_found(fault: str, tmp_path: Path) -> None:
 NUMBERS = {
     "tiles of whole rows only": ("tl.where(stage < WORLD - 1,", "tl.where(stage < WORLD,"),
     "tiles of a stage from the first": ("(pick(done, expert, GROUPS) + row)", "row"),
+    "the first rank's experts": (", first + expert, by_step", ", expert, by_step"),
     "the wrong token": ("(source * m + token)", "(source * m)"),
     "the wrong place": ("(source * pairs + place)", "(source * pairs)"),
     "tiles left out": ("tile -= tiles", "tile -= tiles - 1"),
@@ -349,21 +355,27 @@ NUMBERS = {
 
 @pytest.mark.parametrize("fault", ["none", *NUMBERS])
 def test_wrong_numbers_are_found(fault: str, tmp_path: Path) -> None:
-    plans = plans_of(2, 12, 2, 2, "few")
+    """Of three experts, the ranks have the last two."""
+    plans = [
+        make_plan(1 + torch.full((12, 2), rank), torch.rand(12, 2) + 0.5, 3) for rank in range(2)
+    ]
     xs, w = [torch.randn(12, 16) for _ in range(2)], torch.randn(2, 16, 20)
 
     def results(faulty: ModuleType) -> list[Tensor]:
         def work(home: Home) -> Tensor:
             workspace = faulty.all_gather_grouped_matmul_workspace(
-                home, 12, 16, 2, 2, torch.float32
+                home, 12, 16, 3, 2, torch.float32
             )
             mine = (xs[home.rank], w, plans[home.rank], workspace)
-            out: Tensor = faulty.all_gather_grouped_matmul(*mine, blocks=BLOCKS, programs=3)
+            out: Tensor = faulty.all_gather_grouped_matmul(
+                *mine, own=range(1, 3), blocks=BLOCKS, programs=3
+            )
             return out
 
         return run(work, 2)
 
-    expected = reference.all_gather_grouped_matmul(xs, [w, w], plans, 2)
+    all_three = torch.cat([torch.zeros(1, 16, 20), w])
+    expected = reference.all_gather_grouped_matmul(xs, [all_three] * 2, plans, 2)
 
     def right(got: list[Tensor]) -> bool:
         return all(torch.allclose(g, e, atol=1e-4) for g, e in zip(got, expected, strict=True))
@@ -415,7 +427,7 @@ def test_bad_plans_are_flagged_and_hurt_no_other(
     assert all(f"the plan of rank {bad} has" in message for message in messages)
     if wrong:
         plans[bad] = torch.zeros_like(plans[bad])  # what its rows are, nobody knows
-    rows = routed(plans, experts, m * top_k)
+    rows = routed(plans, range(experts), m * top_k)
     oracle = reference.all_gather_grouped_matmul(xs, [w] * size, plans, top_k)
     for (mine,), expected in zip(by_rank, oracle, strict=True):
         close(mine[rows], expected[rows], torch.float32)
@@ -431,6 +443,8 @@ def test_bad_plans_are_flagged_and_hurt_no_other(
         ({"plan": torch.zeros(12).int()}, r"plan's shape is \[12\]; it must be \[20\]"),
         ({"plan": torch.zeros(20)}, "plan's dtype is torch.float32"),
         ({"plans": torch.zeros(1, 20).int()}, r"plans's shape is \[1, 20\]; it must be \[2, 20\]"),
+        ({"own": range(2, 4)}, r"own is range\(2, 4\); it must be consecutive numbers in range"),
+        ({"own": range(1, 3)}, r"w's shape is \[3, 16, 20\]; it must be 2 matrices"),
         ({"topology": "ring"}, "topology is 'ring'"),
         ({"ranks_per_node": 3}, "ranks_per_node is 3"),
         ({"senders": -2}, "senders is -2"),

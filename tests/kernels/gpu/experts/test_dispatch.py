@@ -31,7 +31,7 @@ from weft.kernels.gpu.experts.dispatch import (
     moe_workspace,
 )
 from weft.kernels.gpu.experts.grouped_matmul import grouped_matmul
-from weft.kernels.gpu.experts.placement import Placement, balanced, even
+from weft.kernels.gpu.experts.placement import Placement, Tables, balanced, even
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.rowwise.activation import GROUP
 from weft.kernels.gpu.runtime import signals
@@ -206,17 +206,51 @@ def test_experts_move_between_calls() -> None:
 
     def work(home: Home) -> list[tuple[Dispatched, Tensor]]:
         workspace = moe_workspace(home, 4, 8, 2, F32, placements[0])
-        tables = (workspace.replicas.data_ptr(), workspace.replica_counts.data_ptr())
+        tables = (workspace.tables.replicas.data_ptr(), workspace.tables.counts.data_ptr())
         got = []
         for placement, call in zip(placements, calls, strict=True):
             workspace.move(placement)
             sent = moe_dispatch(call.xs[home.rank], call.ids[home.rank], workspace)
             got.append((sent, finish(sent, call.weights[home.rank], workspace, moe_combine)))
-        assert tables == (workspace.replicas.data_ptr(), workspace.replica_counts.data_ptr())
+        assert tables == (
+            workspace.tables.replicas.data_ptr(),
+            workspace.tables.counts.data_ptr(),
+        )
         return got
 
     for placement, call, got in zip(placements, calls, run_calls(work, 2, 1), strict=True):
         assert differences(call, got, placement) == []
+
+
+def test_layers_with_placements_of_their_own_share_a_workspace() -> None:
+    """Each layer's dispatches count the rows that its slots receive."""
+    torch.manual_seed(2)
+    placements = [even(4, 2), Placement((3, 2, 1, 0), 2)]
+    calls = [draw_call([3, 4], 8, 2, 4, F32, "any") for _ in range(4)]
+
+    def work(home: Home) -> list[tuple[Dispatched, Tensor, Tensor]]:
+        workspace = moe_workspace(home, 4, 8, 2, F32, even(4, 2))
+        layers = [
+            Tables(placement, home.device, torch.zeros(2, dtype=torch.int64))
+            for placement in placements
+        ]
+        got = []
+        for number, call in enumerate(calls):
+            tables = layers[number % 2]
+            ids, weights = call.ids[home.rank], call.weights[home.rank]
+            sent = moe_dispatch(call.xs[home.rank], ids, workspace, tables=tables)
+            y = outputs(sent, tables.placement.experts(home.rank), F32)
+            assert tables.rows is not None
+            rows = tables.rows.clone()
+            got.append((sent, moe_combine(y, weights, sent, workspace), rows))
+        return got
+
+    counted = torch.zeros(2, 2, 2, dtype=torch.int64)
+    for number, (call, got) in enumerate(zip(calls, run_calls(work, 2, 1), strict=True)):
+        assert differences(call, [each[:2] for each in got], placements[number % 2]) == []
+        for rank, (sent, _, rows) in enumerate(got):
+            counted[number % 2, rank] += sent.offsets.diff()
+            assert torch.equal(rows, counted[number % 2, rank])
 
 
 def test_the_host_reads_nothing_of_the_routing() -> None:

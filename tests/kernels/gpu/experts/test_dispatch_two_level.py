@@ -28,7 +28,7 @@ from weft.kernels.gpu.experts.dispatch_two_level import (
     moe_dispatch_two_level,
     moe_two_level_workspace,
 )
-from weft.kernels.gpu.experts.placement import Placement, balanced, even
+from weft.kernels.gpu.experts.placement import Placement, Tables, balanced, even
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.symmetric.memory import Home
@@ -216,7 +216,9 @@ def test_a_token_crosses_once_to_a_node_and_once_to_a_rank() -> None:
     assert sum(put) == names + 2 * crossing * width * 4  # there and back
 
 
-def test_experts_move_between_calls() -> None:
+@pytest.mark.parametrize("of_layer", [False, True])
+def test_experts_move_between_calls(of_layer: bool) -> None:
+    """In the workspace's tables, or in a layer's own, in which dispatches count rows."""
     torch.manual_seed(1)
     placements = [even(4, 2), Placement((3, 2, 1, 0), 2)]
     calls = [draw_call([3, 4], 8, 2, 4, F32, "any") for _ in placements]
@@ -224,13 +226,19 @@ def test_experts_move_between_calls() -> None:
     def work(home: Home) -> list[tuple[DispatchedTwoLevel, Tensor]]:
         made = (home, 4, 8, 2, F32, placements[0])
         workspace = moe_two_level_workspace(*made, ranks_per_node=1)
+        tables = None
+        rows, counted = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        if of_layer:
+            tables = Tables(placements[0], home.device, rows)
         got = []
         for placement, call in zip(placements, calls, strict=True):
-            workspace.move(placement)
+            workspace.move(placement, tables)
             given = (call.xs[home.rank], call.ids[home.rank], call.weights[home.rank])
-            sent = moe_dispatch_two_level(*given, workspace)
+            sent = moe_dispatch_two_level(*given, workspace, tables=tables)
+            counted += sent.offsets.diff() * of_layer
             y = outputs(sent, placement.experts(home.rank), F32)
             got.append((sent, moe_combine_two_level(y, sent, workspace)))
+        assert torch.equal(rows, counted)
         return got
 
     by_rank = run(work, 2, ranks_per_node=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.experts import ROUTINGS, plans_of
+from support.experts import ROUTINGS, own_experts, plans_of
 from support.faults import planted
 from support.overlapped import (
     BLOCKS,
@@ -59,6 +59,7 @@ TILE = (16, 16)
     dtype=DTYPES,
     travels=DTYPES,
     transposed=st.booleans(),
+    cut=st.booleans(),
     nodes=st.booleans(),
     programs=st.integers(1, 5),
     senders=st.integers(0, 3),
@@ -77,6 +78,7 @@ def test_any_routing(
     dtype: torch.dtype,
     travels: torch.dtype,
     transposed: bool,
+    cut: bool,
     nodes: bool,
     programs: int,
     senders: int,
@@ -99,16 +101,26 @@ def test_any_routing(
         workspace = grouped_matmul_reduce_scatter_workspace(
             home, m, n, experts, top_k, travels, *TILE
         )
-        w = ws[home.rank]
+        own = own_experts(home.rank, experts, cut)
+        w = ws[home.rank][own.start : own.stop]
         w = w.mT.contiguous().mT if transposed else w
         results = []
         for call, call_plans in zip(xs, plans, strict=True):
             mine = (call[home.rank], w, torch.stack(call_plans), workspace)
-            results.append(grouped_matmul_reduce_scatter(*mine, **options))  # type: ignore[arg-type]
+            results.append(
+                grouped_matmul_reduce_scatter(
+                    *mine,
+                    own=own if cut else None,
+                    **options,  # type: ignore[arg-type]
+                )
+            )
         workspace.check()
         return results
 
     coarse = torch.bfloat16 if torch.bfloat16 in (dtype, travels) else travels
+    for rank, w in enumerate(ws):
+        own = own_experts(rank, experts, cut)
+        w[: own.start] = w[own.stop :] = 0
     for got, call, call_plans in zip(run_calls(work, size, seed, slowness), xs, plans, strict=True):
         oracle = reference.grouped_matmul_reduce_scatter(call, ws, call_plans, top_k)
         for mine, expected in zip(got, oracle, strict=True):
@@ -408,6 +420,7 @@ def test_bad_plans_are_flagged_and_hurt_no_other(
         ({"plans": torch.zeros(2, 20)}, "plans's dtype is torch.float32"),
         ({"epilogue": Epilogue(bias=torch.zeros(3, 20))}, "epilogue is one with a bias or SiLU"),
         ({"epilogue": Epilogue(silu_multiply=True)}, "epilogue is one with a bias or SiLU"),
+        ({"own": range(1)}, r"w's shape is \[3, 16, 20\]; it must be 1 matrices"),
         ({"ranks_per_node": 3}, "ranks_per_node is 3"),
         ({"senders": -2}, "senders is -2"),
         ({"programs": -1}, "programs is -1"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kernels.gpu.experts.placement import Placement, balanced, even
+from weft.kernels.gpu.experts.placement import Placement, balanced, doubled, even
 from weft.kernels.gpu.runtime.arguments import KernelError
 
 
@@ -16,6 +16,13 @@ def test_even() -> None:
     assert (placement.num_experts, placement.slots_per_rank, placement.max_replicas) == (6, 2, 1)
     assert placement.experts(1) == (2, 3)
     assert placement.ranks(5) == [2]
+
+
+def test_doubled() -> None:
+    placement = doubled(even(4, 2), 3)
+    assert placement.experts(0) == (0, 1, 0, 1, 0)
+    assert placement.experts(1) == (2, 3, 2, 3, 2)
+    assert doubled(even(4, 2), 0) == even(4, 2)
 
 
 def test_tables_name_the_slots_of_each_expert() -> None:

@@ -30,15 +30,15 @@ def write(path: Path, times: dict[int, tuple[float, ...]]) -> None:
     )
     table = {}
     for rows, each in times.items():
-        for (op, world_size, (n, k)), microseconds in zip(ops, each, strict=False):
-            key = key_of(Problem(op, world_size, rows, n, k), "GPU")
+        for (op, world_size, product), microseconds in zip(ops, each, strict=False):
+            key = key_of(Problem(op, world_size, rows, product.n, product.k), "GPU")
             fields = {field: getattr(key, field) for field in key.__struct_fields__}
             table[key] = Entry(**fields, config=CONFIG, microseconds=microseconds)
     tuned.record(path, table)
 
 
 def found(path: Path, dtype: torch.dtype = torch.bfloat16) -> dict[int, list[float]]:
-    return measured_ways(CountingHome(4, "GPU"), [BEGIN], [END], [], dtype, path)
+    return measured_ways(CountingHome(4, "GPU"), [BEGIN], [END], [], [], dtype, path)
 
 
 def test_each_way_takes_the_sum_of_its_ops(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_nothing_is_said_without_all_of_the_times(tmp_path: Path) -> None:
     write(path, {16: (4.0, 5.0, 3.0, 2.0, 6.0, 7.0), 32: (4.0, 5.0, 3.0, 2.0, 6.0)})
     assert list(found(path)) == [16]
     home = CountingHome(4, "GPU")
-    assert measured_ways(home, [BEGIN, END], [END], [], torch.bfloat16, path) == {}
+    assert measured_ways(home, [BEGIN, END], [END], [], [], torch.bfloat16, path) == {}
     home = CountingHome(2, "GPU")
-    assert measured_ways(home, [BEGIN], [END], [], torch.bfloat16, path) == {}
+    assert measured_ways(home, [BEGIN], [END], [], [], torch.bfloat16, path) == {}
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
