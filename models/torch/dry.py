@@ -167,7 +167,7 @@ def compile_warm_up(
         dtype, sizes, gpu, overlapped: see DryModel.
         threads, progress, share: see `compile_ahead`.
     """
-    spec = replace(spec, layers=_distinct(spec.layers))
+    spec = replace(spec, layers=_first_of_each(spec.layers))
 
     def launch() -> None:
         for layout in layouts:
@@ -181,12 +181,20 @@ def meta(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=META)
 
 
-def _distinct(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return one layer of each form, in order."""
-    found: dict[Any, LayerSpec] = {}
-    for layer in layers:
-        found.setdefault(_form(layer), layer)
-    return tuple(found.values())
+def _first_of_each(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Return the first layers, up to the last new form or new pair of neighbours.
+
+    A layer's first norm adds what the layer before has left to add, so neighbours count.
+    """
+    seen, end = set(), 0
+    before: Any = None
+    for number, layer in enumerate(layers, 1):
+        form = _form(layer)
+        if (before, form) not in seen:
+            end = number
+        seen.add((before, form))
+        before = form
+    return tuple(layers[:end])
 
 
 def _form(value: Any) -> Any:
