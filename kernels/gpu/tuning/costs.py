@@ -497,11 +497,12 @@ def space(problem: Problem, device: Gpu, methods: Sequence[str]) -> list[Config]
         tiles = _attention_tiles(problem, device)
     elif problem.op == "moe_dispatch":
         tiles = [(chunk, 0, 0, 0, 0) for chunk in _chunks(problem)]
+    sends = problem.op in SENDING and problem.world_size > 1
     configs = [
         Config(method, *tile, senders, splits)
         for method in methods
         for tile in tiles
-        for senders in (SENDER_COUNTS if problem.op in SENDING else (0,))
+        for senders in (SENDER_COUNTS if sends else (0,))
         for splits in (split_counts(problem) if problem.decodes else (0,))
     ]
     if not configs:

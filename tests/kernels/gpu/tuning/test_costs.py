@@ -222,3 +222,12 @@ def test_what_cannot_be_modelled_is_refused() -> None:
     tight = Gpu("tight", "sm_90", 1e12, 1e12, 1e12, 1e9, 4, shared=1000)
     with pytest.raises(KernelError, match="no tile fits 1000 bytes"):
         space(Problem("all_gather_matmul", 2, 16, 16, 16), tight, ["push"])
+
+
+def test_a_product_of_one_rank_has_no_senders() -> None:
+    alone, of_eight = (
+        space(Problem("all_gather_matmul", ranks, 512, 1024, 1024, "bfloat16"), UNKNOWN, ["push"])
+        for ranks in (1, 8)
+    )
+    assert {config.senders for config in alone} == {0}
+    assert {config.senders for config in of_eight} == {8, 16, 32}
