@@ -23,6 +23,7 @@ from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import LayerSpec, ModelSpec, WeightSpec
 from weft.models.torch import warm_up
+from weft.models.torch.balance import Balancer
 from weft.models.torch.exchange import Exchange, Plain
 from weft.models.torch.gpu_model import GpuModel
 from weft.models.torch.gpu_sampler import GpuSampler
@@ -42,6 +43,7 @@ class Sizes:
     Attributes:
         num_blocks: blocks in the KV cache.
         recordings: steps that are recorded as CUDA graphs.
+        copies: copies of experts on a rank.
     """
 
     block_size: int
@@ -50,6 +52,7 @@ class Sizes:
     max_num_batched_tokens: int
     max_model_len: int
     recordings: Recordings = NO_RECORDINGS
+    copies: int = 0
 
 
 class DryModel:
@@ -84,11 +87,19 @@ class DryModel:
                 home = AbsentHome(layout.rank, layout.world_size, gpu)
                 of_context = AbsentHome(layout.context, layout.cp, gpu) if layout.cp > 1 else None
                 most = sizes.max_num_batched_tokens
-                exchange = Overlapped(home, of_context, spec, layout, compute, most)
+                exchange = Overlapped(
+                    *(home, of_context, spec, layout, compute, most), copies=sizes.copies
+                )
             weights = NoWeights(spec, layout)
             self._model = GpuModel(
-                spec, weights, compute, device=META, exchange=exchange, groups=groups
+                *(spec, weights, compute),
+                device=META,
+                exchange=exchange,
+                groups=groups,
+                copies=sizes.copies,
             )
+            if sizes.copies and isinstance(exchange, Overlapped) and exchange.dispatch is not None:
+                Balancer(self._model.experts, exchange.dispatch, groups.expert)
         local = layout.local(spec)
         shape = (sizes.num_blocks, local.num_kv_heads, sizes.block_size, local.head_dim)
         self._cache = [(meta(shape, compute), meta(shape, compute)) for _ in spec.layers]

@@ -74,7 +74,11 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
     config, place = _placed(config, topology, device)
     spec = read_spec(locate(config.model, config.revision))
     overlapped = config.kernels == "overlapped"
-    check_layout(spec, config.tp_size, config.ep, config.cp, config.pp, overlapped=overlapped)
+    check_layout(
+        *(spec, config.tp_size, config.ep, config.cp, config.pp),
+        overlapped=overlapped,
+        redundant_experts=config.redundant_experts,
+    )
     last = Layout(config.tp_size, config.ep, config.world_size - 1, config.cp, config.pp)
     kernels = choose_kernels(config, last, torch.device("cuda"))
     if kernels == "overlapped" and last.stage_size > place.shape[1]:
@@ -119,6 +123,7 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
                 config.max_num_batched_tokens,
                 max_model_len,
                 recorded,
+                config.redundant_experts // config.ep,
             ),
             AbsentGpu(_tuned_name(gpu), gpu.processors, multicast=gpu.target in MULTICAST),
             overlapped=kernels == "overlapped",

@@ -257,6 +257,7 @@ def load_model(
             config.max_num_batched_tokens,
             max_model_len,
             recorded,
+            config.redundant_experts // config.ep,
         )
         compile_kernels(config, spec, layout, dtype, sizes, home, kernels, context)
     if interpreted and context.rank == 0:

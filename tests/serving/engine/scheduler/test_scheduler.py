@@ -32,6 +32,7 @@ from weft.serving.engine.prefix_keys import pack_prompt
 from weft.serving.engine.protocol import Add, TokenOutput
 from weft.serving.engine.sampling_params import SamplingParams
 from weft.serving.engine.scheduler.block_manager import BlockManager
+from weft.serving.engine.scheduler.counters import Counters
 from weft.serving.engine.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 40
@@ -668,3 +669,12 @@ def test_a_step_of_decodes_takes_no_python_per_request_to_schedule() -> None:
     few, more, many = (decode_step_bytecodes(running) for running in (16, 64, 256))
     assert few[0] == more[0] == many[0] > 0
     assert (many[1] - more[1]) / (256 - 64) == (more[1] - few[1]) / (64 - 16)
+
+
+def test_rows_for_experts_are_summed_over_steps_and_engines() -> None:
+    counters = Counters()
+    for rows in ((3.0, 2.0), (0.0, 0.0), (5.0, 4.5)):
+        counters.finish(StepOutput(0, expert_rows=rows))
+    stats = counters.stats(running=0, waiting=0, blocks_used=0, blocks=1)
+    both = stats + stats.counted()
+    assert (both.busiest_expert_rows, both.mean_expert_rows) == (16.0, 13.0)
