@@ -37,7 +37,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.errors import ConfigError, WeftError
-from weft.kernels.check.barriers import Signals, count_releases
+from weft.kernels.check.barriers import OwnStores, Signals, count_releases
 from weft.kernels.check.machine_code import read_amd, read_nvidia
 from weft.kernels.gpu import lacks_triton_for_amd
 from weft.kernels.gpu.runtime.absent import NoDevice
@@ -94,6 +94,9 @@ class Compiled:
         bare_releases: number of releases in the source without a barrier before them.
         bare_acquires: number of waits in the source without a barrier between the wait and the
             first access to the data.
+        bare_stores: number of accesses to what other threads of the program may have stored,
+            without a barrier between. Not counted in kernels with signals, whose memory belongs to
+            several ranks.
         linked: the kernel is linked with NVSHMEM's device code. Its spills are around a put, and
             their cost is too small to measure.
         error: why it does not compile.
@@ -117,6 +120,7 @@ class Compiled:
     unordered_releases: int = 0
     bare_releases: int = 0
     bare_acquires: int = 0
+    bare_stores: int = 0
     linked: bool = False
     error: str = ""
 
@@ -137,6 +141,8 @@ class Compiled:
             found.append(f"{self.bare_releases} releases without tl.debug_barrier before them")
         if self.bare_acquires:
             found.append(f"{self.bare_acquires} acquires without tl.debug_barrier after them")
+        if self.bare_stores:
+            found.append(f"{self.bare_stores} uses of own stores without tl.debug_barrier between")
         return found
 
 
@@ -461,7 +467,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         told = [line.strip() for line in str(cause).splitlines() if re.search(r"\w", line)]
         error = f"{type(cause).__name__}: {' '.join(told[-1:])}"
         return Compiled(op, name, target, constants, case, error=error)
-    signals = Signals(result.asm["ttir"])
+    signals, own = Signals(result.asm["ttir"]), OwnStores(result.asm["ttir"])
     low = int(constants.get("BLOCK_M", LOWEST_TILE)) < LOWEST_TILE
     cores = LOW_TILES.get(target, TENSOR_CORES[target]) if low else TENSOR_CORES[target]
     linked = bool(launch.kwargs.get("extern_libs"))
@@ -489,6 +495,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         unordered_releases=unordered,
         bare_releases=len(signals.bare_releases),
         bare_acquires=len(signals.bare_acquires),
+        bare_stores=0 if signals.releases or signals.acquires else len(own.bare),
         linked=linked,
     )
 

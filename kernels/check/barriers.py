@@ -1,8 +1,11 @@
-"""Looks for the barriers beside signals, in assembly and in Triton's IR.
+"""Looks for the barriers beside signals and a program's own stores, in assembly and Triton's IR.
 
 One thread releases a signal; the other threads' stores must come before it. One thread acquires it;
 the other threads' loads must come after it. A barrier among the program's threads orders both. The
 interpreter cannot show that, because its programs have no threads.
+
+A program's threads may also pass numbers to each other through memory. There, a barrier stands
+between a store and another thread's use.
 
 In the assembly (PTX, or AMD's), a barrier stands directly before each release, whoever inserted it.
 Triton's IR has only the source's barriers; there, all paths through the kernel are followed.
@@ -12,9 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from weft.errors import WeftError
+
+State = TypeVar("State")
 
 _BARRIER = re.compile(r"\b(?:bar|barrier)(?:\.cta)?\.sync\b|\bs_barrier\b")
 _STORE = re.compile(r"\bst\.(?!shared|local|async)|\bglobal_store|\bbuffer_store|\bflat_store")
@@ -100,30 +105,27 @@ _TTIR_LOAD = re.compile(
 _TTIR_LOCATION = re.compile(r"\s*loc\([^()]*(?:\([^()]*\))?\)$")
 
 
-class Signals:
-    """The barriers beside a kernel's signals, in Triton's IR: as in its source, inlined.
+class _Operation(NamedTuple):
+    line: int
+    text: str
+    regions: list[list[_Operation]]
 
-    All paths through the kernel are followed, and loops are followed twice. One thread stores a
-    scalar, so a write by `signals.wait` on giving up needs no barrier before it.
 
-    Attributes:
-        releases, acquires: their lines.
-        bare_releases: releases that a path reaches from a store, or from the beginning, without a
-            barrier.
-        bare_acquires: acquires from which such a path reaches a load, or a block's store.
+class _Paths(Generic[State]):
+    """All paths through a kernel in Triton's IR; loops are followed twice.
+
+    Args:
+        ttir: the IR.
+        start: what is known at the beginning.
     """
 
-    def __init__(self, ttir: str) -> None:
-        self.releases: set[int] = set()
-        self.acquires: set[int] = set()
-        self.bare_releases: set[int] = set()
-        self.bare_acquires: set[int] = set()
+    def __init__(self, ttir: str, start: State) -> None:
         lines = [_TTIR_LOCATION.sub("", line.strip()) for line in ttir.splitlines()]
         self._lines = [line for line in lines if line and not line.startswith("#")]
         body, end = self._parse(0)
         if end != len(self._lines):
             raise WeftError(f"Triton's IR is not understood: {self._lines[end]!r} ends nothing")
-        self._follow(body, False, frozenset())
+        self._follow(body, start)
 
     def _parse(self, line: int) -> tuple[list[_Operation], int]:
         """Parse operations from a line on, to the end of their region."""
@@ -137,54 +139,131 @@ class Signals:
             line += 1
         return operations, line
 
-    def _follow(
-        self, operations: Sequence[_Operation], ordered: bool, acquired: frozenset[int]
-    ) -> tuple[bool, frozenset[int]]:
-        """Follow operations; return `ordered` and `acquired` at their end.
-
-        Args:
-            operations: a region's operations.
-            ordered: a barrier comes after all stores so far.
-            acquired: acquires without a barrier after them so far.
-        """
+    def _follow(self, operations: Sequence[_Operation], state: State) -> State:
+        """Follow a region's operations; return what is known at their end."""
         for operation in operations:
             if operation.regions:
-                ordered, acquired = self._follow_regions(operation, ordered, acquired)
-                continue
-            if _TTIR_BARRIER.search(operation.text):
-                ordered, acquired = True, frozenset()
-            if _TTIR_RELEASE.search(operation.text):
-                self.releases.add(operation.line)
-                if not ordered:
-                    self.bare_releases.add(operation.line)
-            stores = _TTIR_STORE.search(operation.text) is not None
-            if stores:
-                ordered = False
-            if _TTIR_LOAD.search(operation.text) or (stores and "tensor<" in operation.text):
-                self.bare_acquires |= acquired
-            if _TTIR_ACQUIRE.search(operation.text):
-                self.acquires.add(operation.line)
-                acquired |= {operation.line}
-        return ordered, acquired
+                state = self._follow_regions(operation, state)
+            else:
+                state = self._visit(operation, state)
+        return state
 
-    def _follow_regions(
-        self, operation: _Operation, ordered: bool, acquired: frozenset[int]
-    ) -> tuple[bool, frozenset[int]]:
-        ends = [(ordered, acquired)]
+    def _follow_regions(self, operation: _Operation, state: State) -> State:
+        ends = [state]
         if "scf.if" in operation.text:
-            ends = [self._follow(region, ordered, acquired) for region in operation.regions]
+            ends = [self._follow(region, state) for region in operation.regions]
             if len(ends) == 1:
-                ends.append((ordered, acquired))
+                ends.append(state)
         elif "scf.for" in operation.text or "scf.while" in operation.text:
             for region in 2 * operation.regions:
-                ends.append(self._follow(region, *ends[-1]))
+                ends.append(self._follow(region, ends[-1]))
         else:  # a function, or a reduction's combine
             for region in operation.regions:
-                ends = [self._follow(region, *ends[-1])]
-        return all(end[0] for end in ends), frozenset[int]().union(*(end[1] for end in ends))
+                ends = [self._follow(region, ends[-1])]
+        return self._join(ends)
+
+    def _visit(self, operation: _Operation, state: State) -> State:
+        """Note what an operation does wrong; return what is known after it."""
+        raise NotImplementedError
+
+    def _join(self, states: Sequence[State]) -> State:
+        """Return what is known where several paths meet."""
+        raise NotImplementedError
 
 
-class _Operation(NamedTuple):
+_Known = tuple[bool, frozenset[int]]
+
+
+class Signals(_Paths[_Known]):
+    """The barriers beside a kernel's signals, in Triton's IR: as in its source, inlined.
+
+    One thread stores a scalar, so a write by `signals.wait` on giving up needs no barrier before
+    it.
+
+    Attributes:
+        releases, acquires: their lines.
+        bare_releases: releases that a path reaches from a store, or from the beginning, without a
+            barrier.
+        bare_acquires: acquires from which such a path reaches a load, or a block's store.
+    """
+
+    def __init__(self, ttir: str) -> None:
+        self.releases: set[int] = set()
+        self.acquires: set[int] = set()
+        self.bare_releases: set[int] = set()
+        self.bare_acquires: set[int] = set()
+        super().__init__(ttir, (False, frozenset()))
+
+    def _visit(self, operation: _Operation, state: _Known) -> _Known:
+        """Return whether a barrier comes after all stores, and acquires without one after them."""
+        ordered, acquired = state
+        if _TTIR_BARRIER.search(operation.text):
+            ordered, acquired = True, frozenset()
+        if _TTIR_RELEASE.search(operation.text):
+            self.releases.add(operation.line)
+            if not ordered:
+                self.bare_releases.add(operation.line)
+        stores = _TTIR_STORE.search(operation.text) is not None
+        if stores:
+            ordered = False
+        if _TTIR_LOAD.search(operation.text) or (stores and "tensor<" in operation.text):
+            self.bare_acquires |= acquired
+        if _TTIR_ACQUIRE.search(operation.text):
+            self.acquires.add(operation.line)
+            acquired |= {operation.line}
+        return ordered, acquired
+
+    def _join(self, states: Sequence[_Known]) -> _Known:
+        every = frozenset[int]().union(*(acquired for _, acquired in states))
+        return all(ordered for ordered, _ in states), every
+
+
+# How a kernel's own stores reach its other threads.
+_TTIR_POINTER = re.compile(
+    r"(%\w+) = tt\.(?:addptr|splat|broadcast|bitcast|expand_dims|reshape) (%\w+)"
+)
+_TTIR_ACCESS = re.compile(r"\btt\.(load|store|atomic)\w* [^%]*(%\w+).*tensor<")
+
+
+class _Write(NamedTuple):
+    memory: str
     line: int
-    text: str
-    regions: list[list[_Operation]]
+    kind: str
+
+
+class OwnStores(_Paths[frozenset[_Write]]):
+    """Memory that a kernel's threads store, and other threads of the program use without a barrier.
+
+    Memory is told apart by the kernel's argument. A load may not follow a write by an earlier
+    line, and an atomic not a store: a loop's next turn uses other numbers. Where a kernel has
+    barriers, no write may follow another one: the order matters there.
+
+    Attributes:
+        bare: lines of the second accesses.
+    """
+
+    def __init__(self, ttir: str) -> None:
+        self.bare: set[int] = set()
+        self._bases: dict[str, str] = {}
+        self._has_barriers = _TTIR_BARRIER.search(ttir) is not None
+        super().__init__(ttir, frozenset())
+
+    def _visit(self, operation: _Operation, state: frozenset[_Write]) -> frozenset[_Write]:
+        """Return the writes without a barrier after them."""
+        if _TTIR_BARRIER.search(operation.text):
+            return frozenset()
+        if pointer := _TTIR_POINTER.search(operation.text):
+            name, source = pointer.groups()
+            self._bases[name] = self._bases.get(source, source)
+        if not (access := _TTIR_ACCESS.search(operation.text)):
+            return state
+        kind, name = access.groups()
+        memory = self._bases.get(name, name)
+        before = [w.kind for w in state if w.memory == memory and w.line < operation.line]
+        ordered = kind == "load" or (kind == "atomic" and "store" in before)
+        if before and (ordered or self._has_barriers):
+            self.bare.add(operation.line)
+        return state if kind == "load" else state | {_Write(memory, operation.line, kind)}
+
+    def _join(self, states: Sequence[frozenset[_Write]]) -> frozenset[_Write]:
+        return frozenset[_Write]().union(*states)

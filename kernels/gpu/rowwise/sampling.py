@@ -404,9 +404,8 @@ def edit_rows(
     for start in range(prompt, output, LISTED):
         index = start + tl.arange(0, LISTED)
         token = tl.load(listed + index, mask=index < output, other=0)
-        tl.atomic_add(
-            result + token, tl.zeros((LISTED,), tl.float32) - frequency, mask=index < output
-        )
+        less = tl.zeros((LISTED,), tl.float32) - frequency
+        tl.atomic_add(result + token, less, mask=index < output, sem="relaxed")
     tl.debug_barrier()
     first, last = tl.load(tokens_end + at), tl.load(tokens_end + at + 1)
     # A token may have a bias, and be impossible, too: an infinite addend wins in any order.
@@ -414,7 +413,7 @@ def edit_rows(
         index = start + tl.arange(0, LISTED)
         token = tl.load(tokens + index, mask=index < last, other=0)
         addend = tl.load(bias + index, mask=index < last, other=0.0)
-        tl.atomic_add(result + token, addend, mask=index < last)
+        tl.atomic_add(result + token, addend, mask=index < last, sem="relaxed")
     tl.debug_barrier()
     allowed_by = tl.load(mask + at)
     if allowed_by >= 0:

@@ -232,7 +232,9 @@ def problems():
         libraries = {"libnvshmem_device": str(library)}
         send_and_wait[(1,)](x, signal, peers, numel=512, rank=3, call=7, extern_libs=libraries)
     rows = [describe("nvshmem", "sm_90", launch) for launch in launches]
-    for op in named(["all_gather", "all_gather_grouped_matmul", "all_reduce_rms_norm"]):
+    for op in named(
+        ["all_gather", "all_gather_grouped_matmul", "all_reduce_rms_norm", "draw", "edit"]
+    ):
         (case, *_) = cases(op, "sm_90")
         rows += [describe(op.name, "sm_90", launch) for launch in launches_of(op, "sm_90", case)]
     return [problem for row in rows for problem in row.problems]
