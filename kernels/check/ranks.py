@@ -96,6 +96,9 @@ class Ranks:
         seed: decides all choices.
         slowness: for each rank, how many times more rarely it gets the turn.
         races: receives every access; None skips race detection.
+
+    Attributes:
+        compared: what ranks compared, by the number of the comparison, then by rank.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Ranks:
         self._weight = [1 / s for s in slowness or [1.0] * world_size]
         self._met = [0] * world_size
         self._setters: dict[int, int] = {}
+        self.compared: dict[int, dict[int, str]] = {}
         self.races = races
         self.failure: BaseException | None = None
         self.memory = Memory()
@@ -321,6 +325,7 @@ class CheckedHome(VirtualHome):
     def __init__(self, world: VirtualWorld, rank: int, ranks: Ranks) -> None:
         super().__init__(world, rank)
         self._ranks = ranks
+        self._compared = 0
 
     @property
     def has_multicast(self) -> bool:
@@ -348,9 +353,12 @@ class CheckedHome(VirtualHome):
 
     def compare(self, value: str) -> list[str]:
         """Return without waiting: one rank may be a call ahead of others, and tests must cover
-        that.
+        that. A rank that has not come here yet is taken to agree; it will see this value.
         """
-        return [value] * self.world_size
+        self._compared += 1
+        values = self._ranks.compared.setdefault(self._compared, {})
+        values[self.rank] = value
+        return [values.get(rank, value) for rank in range(self.world_size)]
 
     @contextmanager
     def beside(self) -> Iterator[None]:

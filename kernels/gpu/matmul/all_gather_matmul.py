@@ -326,6 +326,7 @@ def all_gather_matmul(
             warps, stages = warps or chosen.warps, stages or chosen.stages
             senders = senders or chosen.senders
         tiling = choose_tiling(m, x_shard, weights, blocks, warps, stages, require, silu)
+        asked["the chosen BLOCK_M"] = tiling.block_m  # from this rank's columns, too
         epilogue.check(require, x_shard, weights.widths, size * m)
         node = ranks_per_node or size
         fits = node > 0 and size % node == 0

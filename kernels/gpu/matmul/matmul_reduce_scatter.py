@@ -59,6 +59,9 @@ SMALL = tl.constexpr(2048)
 BLOCK_M, BLOCK_N = 16, 64
 """Default sides of the smallest tile that a workspace has signals for."""
 
+CHOSEN = "the chosen BLOCK_M and BLOCK_N"
+"""They follow from each rank's own rows of w, too; signals count tiles of this size."""
+
 
 @triton.jit
 def multiply_and_send(
@@ -366,6 +369,7 @@ def matmul_reduce_scatter(
         require("ranks_per_node", ranks_per_node, fits, f"divide the {size} ranks")
         m = len(x) // size
         call = _Call(x, weights, m, workspace, epilogue, blocks, warps, stages, programs)
+        asked[CHOSEN] = call.tile
     if call.out.numel():
         workspace.begin()
         multiply_partial[(call.programs(size * call.tiles),)](
@@ -441,6 +445,7 @@ def matmul_all_reduce(
         weights = Weights.of(w, x, workspace.require, limit=1)
         asked |= result_shape(x, weights)
         call = _Call(x, weights, len(x), workspace, epilogue, blocks, warps, stages, programs)
+        asked[CHOSEN] = call.tile
     if call.out.numel():
         workspace.begin()
         multiply_all_reduce[(call.programs(call.tiles),)](
@@ -508,6 +513,7 @@ class _Call:
         epilogue.check(require, x, weights.widths, m)
         require("programs", programs, programs >= 0, "be positive, or 0 for all processors")
         workspace.require_room("the result", size * m * n)
+        self.tile = tiling.block_m, tiling.block_n
         self.tiles = -(-m // tiling.block_m) * -(-n // tiling.block_n)
         workspace.require_signals(size * self.tiles)
         dtype = epilogue.out_dtype or workspace.dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.runtime.launches import Action, decided, loaded
 from weft.kernels.gpu.runtime.workspace import Workspace
+from weft.kernels.gpu.tuning.costs import Config
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 from weft.kernels.symmetric.virtual import ThreadMeeting, VirtualHome, VirtualWorld
 
@@ -255,6 +257,32 @@ def test_calls_that_differ_in_one_argument(op: str, argument: str, value: object
     assert argument in message
     assert "on ranks 0, 1, 3 and " in message
     assert "on rank 2; it must be the same on all ranks" in message
+
+
+CHOSEN = {
+    "all_gather_matmul": "BLOCK_M is 16 on ranks 0, 1, 3 and 32 on rank 2",
+    "matmul_reduce_scatter": r"(16, 16) on ranks 0, 1, 3 and (32, 16) on rank 2",
+    "matmul_all_reduce": r"(16, 16) on ranks 0, 1, 3 and (32, 16) on rank 2",
+}
+
+
+@pytest.mark.parametrize("op", CHOSEN)
+def test_tiles_that_ranks_choose_differently(op: str) -> None:
+    """As where a rank has another number of columns, or another tuning file."""
+    make, made_for, call, called_with = OPS[op]
+
+    def work(home: Home) -> None:
+        workspace = make(home, **made_for)
+        rows = 32 if home.rank == ODD else 16
+        config = Config("push", rows, 16, 16, 4, 2)
+        workspace.choice = SimpleNamespace(of_product=lambda *operands: config)
+        call(workspace=workspace, **called_with | {"blocks": None})
+
+    raised = errors(work)
+    assert [type(error) for error in raised] == [KernelError] * SIZE, raised
+    (message,) = {str(error) for error in raised}
+    assert "the chosen BLOCK_M" in message
+    assert CHOSEN[op] in message
 
 
 BAD_CALLS = [

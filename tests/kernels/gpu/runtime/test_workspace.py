@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from weft.kernels.gpu.runtime import workspace as workspace_module
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.runtime.signals import polls_left, report
 from weft.kernels.gpu.runtime.workspace import Workspace, counted_together
+from weft.kernels.gpu.tuning.costs import Config
 from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
@@ -218,6 +220,25 @@ def test_a_product_leaves_processors_to_its_copies(
     computing = {"multiply_gathered", "attend_parts"} & {*launched}
     assert [launched[each][0] for each in copying] == [3]
     assert [launched[each][0] for each in computing] == [5]
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("slowness", [[1.0, 9.0], [9.0, 1.0]])
+def test_the_checker_finds_ranks_that_choose_different_tiles(
+    name: str, slowness: list[float]
+) -> None:
+    """Whichever rank comes first; it does not wait for the others."""
+
+    def work(home: Home) -> None:
+        op, sizes = NAMED[name], Sizes(2, 32, 32, 32, F32, BLOCKS)
+        workspace = op.workspace(home, sizes)
+        config = Config("push", 16 << home.rank, 16, 16, 4, 2)
+        workspace.choice = SimpleNamespace(of_product=lambda *operands: config)
+        rows = 32 if name == "all_gather_matmul" else 64
+        op.function(torch.ones(rows, 32), torch.ones(32, 32), workspace)
+
+    with pytest.raises(RankError, match=r"the chosen BLOCK_M.* it must be the same on all ranks"):
+        run(work, 2, slowness=slowness)
 
 
 # Waits that run out.
