@@ -234,9 +234,9 @@ class _Write(NamedTuple):
 class OwnStores(_Paths[frozenset[_Write]]):
     """Memory that a kernel's threads store, and other threads of the program use without a barrier.
 
-    Memory is told apart by the kernel's argument. A load may not follow a write by an earlier
-    line, and an atomic not a store: a loop's next turn uses other numbers. Where a kernel has
-    barriers, no write may follow another one: the order matters there.
+    Two accesses share memory if their addresses begin with the same argument. A load may not follow
+    a write by an earlier line, and an atomic may not follow a store; a loop's next turn uses other
+    numbers. Where a kernel has barriers, no write may follow another one: the order matters there.
 
     Attributes:
         bare: lines of the second accesses.
