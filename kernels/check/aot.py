@@ -37,7 +37,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.errors import ConfigError, WeftError
-from weft.kernels.check.barriers import OwnStores, Signals, count_releases
+from weft.kernels.check.barriers import Fences, OwnStores, Signals, count_releases
 from weft.kernels.check.machine_code import read_amd, read_nvidia
 from weft.kernels.gpu import lacks_triton_for_amd
 from weft.kernels.gpu.runtime.absent import NoDevice
@@ -94,6 +94,8 @@ class Compiled:
         bare_releases: number of releases in the source without a barrier before them.
         bare_acquires: number of waits in the source without a barrier between the wait and the
             first access to the data.
+        bare_fences: number of releases after multicast stores, and of multicast accesses after
+            acquires, without a fence between.
         bare_stores: number of accesses to what other threads of the program may have stored,
             without a barrier between. Not counted in kernels with signals, whose memory belongs to
             several ranks.
@@ -120,6 +122,7 @@ class Compiled:
     unordered_releases: int = 0
     bare_releases: int = 0
     bare_acquires: int = 0
+    bare_fences: int = 0
     bare_stores: int = 0
     linked: bool = False
     error: str = ""
@@ -141,6 +144,8 @@ class Compiled:
             found.append(f"{self.bare_releases} releases without tl.debug_barrier before them")
         if self.bare_acquires:
             found.append(f"{self.bare_acquires} acquires without tl.debug_barrier after them")
+        if self.bare_fences:
+            found.append(f"{self.bare_fences} signals or multicast accesses without multimem_fence")
         if self.bare_stores:
             found.append(f"{self.bare_stores} uses of own stores without tl.debug_barrier between")
         return found
@@ -495,6 +500,7 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         unordered_releases=unordered,
         bare_releases=len(signals.bare_releases),
         bare_acquires=len(signals.bare_acquires),
+        bare_fences=len(Fences(result.asm["ttir"]).bare),
         bare_stores=0 if signals.releases or signals.acquires else len(own.bare),
         linked=linked,
     )

@@ -218,6 +218,39 @@ class Signals(_Paths[_Known]):
         return all(ordered for ordered, _ in states), every
 
 
+_TTIR_MULTICAST = re.compile(r"\btt\.elementwise_inline_asm .*\bmultimem\.(st|ld_reduce)\.")
+_TTIR_FENCE = re.compile(r"\btt\.elementwise_inline_asm .*\bfence\.proxy\.alias\b")
+
+
+class Fences(_Paths[tuple[bool, bool]]):
+    """The fences beside accesses to multicast addresses, which PTX orders by no other means.
+
+    Attributes:
+        bare: lines of releases that a path reaches from a multicast store without a fence, and of
+            multicast accesses that it reaches from an acquire.
+    """
+
+    def __init__(self, ttir: str) -> None:
+        self.bare: set[int] = set()
+        super().__init__(ttir, (False, False))
+
+    def _visit(self, operation: _Operation, state: tuple[bool, bool]) -> tuple[bool, bool]:
+        """Return whether a multicast store, and an acquire, has no fence after it."""
+        stored, acquired = state
+        if _TTIR_FENCE.search(operation.text):
+            return False, False
+        multicast = _TTIR_MULTICAST.search(operation.text)
+        if (multicast and acquired) or (stored and _TTIR_RELEASE.search(operation.text)):
+            self.bare.add(operation.line)
+        return (
+            stored or (multicast is not None and multicast[1] == "st"),
+            acquired or _TTIR_ACQUIRE.search(operation.text) is not None,
+        )
+
+    def _join(self, states: Sequence[tuple[bool, bool]]) -> tuple[bool, bool]:
+        return any(stored for stored, _ in states), any(acquired for _, acquired in states)
+
+
 # How a kernel's own stores reach its other threads.
 _TTIR_POINTER = re.compile(
     r"(%\w+) = tt\.(?:addptr|splat|broadcast|bitcast|expand_dims|reshape) (%\w+)"

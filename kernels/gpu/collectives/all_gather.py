@@ -51,7 +51,7 @@ from weft.kernels.gpu.collectives.collective import (
     CollectiveWorkspace,
     count_chunks,
 )
-from weft.kernels.gpu.runtime.multimem import load_16_bytes, multimem_store
+from weft.kernels.gpu.runtime.multimem import load_16_bytes, multimem_fence, multimem_store
 from weft.kernels.gpu.runtime.peers import SLOTS
 from weft.kernels.gpu.runtime.signals import (
     meet,
@@ -139,6 +139,7 @@ def multicast_chunks(
         at = start + tl.arange(0, BLOCK)
         a, b, c, d = load_16_bytes(x, at, at < end)
         multimem_store(to + 16 * at, a, b, c, d, at < end)
+    multimem_fence()
     notify_all(peers, index * WORLD + rank, call, WORLD)
 
 

@@ -46,7 +46,7 @@ from weft.kernels.gpu.collectives.collective import (
 )
 from weft.kernels.gpu.collectives.reduce_scatter import add_rows
 from weft.kernels.gpu.runtime.low_latency import LL_BLOCK, get_ll, load_words, put_ll, store_words
-from weft.kernels.gpu.runtime.multimem import multimem_store, multimem_sum
+from weft.kernels.gpu.runtime.multimem import multimem_fence, multimem_store, multimem_sum
 from weft.kernels.gpu.runtime.peers import SLOTS, Slots
 from weft.kernels.gpu.runtime.signals import (
     notify,
@@ -208,12 +208,14 @@ def reduce_multimem(
     part = multicast + 16 * (slot_of(call) * tl.cast(slot_units, tl.int64) + rank * units)
     for index in range(tl.program_id(0), tl.cdiv(units, chunk), tl.num_programs(0)):
         wait_all(peers, rank, index * WORLD, call, WORLD)
+        multimem_fence()
         begin = index * chunk
         end = tl.minimum(begin + chunk, length)
         for start in range(begin, end, BLOCK):
             at = start + tl.arange(0, BLOCK)
             a, b, c, d = multimem_sum(part + 16 * at, at < end, dtype)
             multimem_store(part + 16 * at, a, b, c, d, at < end)
+        multimem_fence()
         notify_all(peers, first + index * WORLD + rank, call, WORLD)
 
 

@@ -6,8 +6,10 @@ returns their sum. The switch copies and adds, so each number crosses this GPU's
 calls this multimem (ISA 8.1, sm_90); NCCL's NVLS algorithms use it.
 
 Both operations move 16 bytes and need addresses aligned to 16 bytes. They are relaxed at system
-scope. Another rank sees a store after a `notify` that follows it. A sum contains what was stored
-before a signal that this rank has waited for.
+scope. A multicast address is an alias of other addresses, so PTX's memory model (ISA 8.6, "proxy")
+orders its accesses only with a fence: `multimem_fence` stands between the stores and a `notify`,
+and between a wait and the next operation. Then another rank sees a store after the `notify`, and a
+sum contains what was stored before the signal. The end of a kernel is such a fence, too.
 
 No other instruction may touch a multicast address. interpreter/extern.py defines both operations
 for the interpreter.
@@ -17,6 +19,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def multimem_fence():
+    """Order accesses to multicast addresses with those to other addresses."""
+    tl.inline_asm_elementwise(
+        "{ fence.proxy.alias; mov.b32 $0, $1; }",
+        "=r,r",
+        [tl.program_id(0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

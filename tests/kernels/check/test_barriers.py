@@ -14,7 +14,7 @@ import pytest
 
 from weft.errors import WeftError
 from weft.kernels import gpu
-from weft.kernels.check.barriers import Signals, count_releases
+from weft.kernels.check.barriers import Fences, OwnStores, Signals, count_releases
 
 STORE = "\t@%p1 st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };\n"
 BARRIER = "\tbar.sync \t0;\n"
@@ -76,6 +76,8 @@ OPERATIONS = {
     "fault": "tt.store %p, %v : !tt.ptr<i32> loc(#loc)",
     "load": "%v = tt.load %p : tensor<8x!tt.ptr<f32>> loc(#loc)",
     "asm store": '%v = tt.elementwise_inline_asm "multimem.st.relaxed.sys.global [$1]" loc(#loc)',
+    "asm sum": '%v = tt.elementwise_inline_asm "multimem.ld_reduce.relaxed.sys.add" loc(#loc)',
+    "fence": '%f = tt.elementwise_inline_asm "{ fence.proxy.alias; }" loc(#loc)',
     "barrier": "ttg.barrier all loc(#loc)",
     "old barrier": "gpu.barrier loc(#loc)",
     "release": "%r = tt.atomic_rmw exch, release, sys, %s, %c, %t : (i32) -> i32 loc(#loc)",
@@ -135,6 +137,53 @@ def test_barriers_are_looked_for_on_all_ways(
     found = Signals(TTIR.replace("BODY", code))
     assert (len(found.releases), len(found.bare_releases)) == releases
     assert (len(found.acquires), len(found.bare_acquires)) == acquires
+
+
+def code_of(body: str) -> str:
+    return TTIR.replace("BODY", "\n".join(f"    {OPERATIONS[name]}" for name in body.split(", ")))
+
+
+@pytest.mark.parametrize(
+    ("body", "bare"),
+    [
+        ("asm store, fence, barrier, release", 0),
+        ("asm store, barrier, release", 1),
+        ("for, asm store, end, fence, release", 0),
+        ("for, asm store, fence, release, asm store, end, release", 1),
+        ("for, release, asm store, end", 1),
+        ("asm store, if, fence, end, release", 1),
+        ("store, barrier, release", 0),
+        ("asm sum, barrier, release", 0),
+        ("acquire, barrier, fence, asm sum", 0),
+        ("acquire, barrier, asm sum", 1),
+        ("acquire, barrier, asm store, fence, release", 1),
+        ("for, acquire, fence, asm sum, end", 0),
+        ("for, asm sum, acquire, end", 1),
+        ("acquire, barrier, load", 0),
+    ],
+)
+def test_fences_beside_multicast_accesses(body: str, bare: int) -> None:
+    assert len(Fences(code_of(body)).bare) == bare
+
+
+@pytest.mark.parametrize(
+    ("body", "bare"),
+    [
+        ("store, barrier, load", 0),
+        ("store, load", 1),
+        ("store, store", 0),
+        ("store, store, barrier, load", 1),
+        ("store, barrier, store, load", 1),
+        ("store, if, barrier, end, load", 1),
+        ("for, load, store, end", 0),
+        ("for, store, load, end", 1),
+        ("for, store, barrier, load, end", 0),
+        ("fault, load", 0),
+    ],
+)
+def test_own_stores_that_other_threads_use(body: str, bare: int) -> None:
+    """Where a kernel has barriers, the order of stores matters, too."""
+    assert len(OwnStores(code_of(body)).bare) == bare
 
 
 def test_what_is_not_understood_is_an_error() -> None:
