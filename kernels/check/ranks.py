@@ -501,7 +501,8 @@ def run(
         try:
             ranks.enter(rank)
             observer = _RankObserver(ranks, rank)
-            interpreter.observe(observer)
+            numbers = random.Random(f"{seed} {rank}")
+            interpreter.observe(observer, lambda count: numbers.sample(range(count), count))
             with CheckedHome(world, rank, ranks) as home, extern.HostOperators(observer):
                 results[rank] = work(home)
             ranks.leave(rank)

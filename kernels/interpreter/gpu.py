@@ -12,12 +12,13 @@ Stock Triton runs kernels on NumPy with TRITON_INTERPRET=1. Overlapped kernels n
   (atomics also afterwards). There, ranks take turns (ranks.py) and races are detected (races.py).
 
 Triton's files stay unchanged, and the original builder returns at the end. The interpreter runs a
-launch's programs in sequence and ignores warps. It therefore cannot detect a missing barrier inside
-a program; aot.py looks for that in the assembly.
+launch's programs in sequence and ignores warps. A check may choose the programs' order, but a
+missing barrier inside a program cannot show; aot.py looks for that in the assembly.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -116,9 +117,19 @@ class Observer(Protocol):
 _state = threading.local()
 
 
-def observe(observer: Observer | None) -> None:
-    """Report this thread's operations to `observer` from now on."""
-    _state.observer = observer
+Order = Callable[[int], Sequence[int]]
+"""Chooses the order of a launch's programs, given their number."""
+
+
+def observe(observer: Observer | None, order: Order | None = None) -> None:
+    """Report this thread's operations to `observer` from now on.
+
+    Args:
+        observer: the observer.
+        order: of the programs in launches whose programs never wait for each other. Otherwise, and
+            if None, they run by number.
+    """
+    _state.observer, _state.order = observer, order
 
 
 _NOT_KERNELS = (
@@ -200,6 +211,10 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     @grid_idx.setter
     def grid_idx(self, index: Program) -> None:
+        if (places := getattr(_state, "places", None)) is not None:
+            place = places[int(np.ravel_multi_index(index, self.grid_dim))]
+            x, y, z = np.unravel_index(place, self.grid_dim)
+            index = int(x), int(y), int(z)
         _state.grid_idx = index
         if observer := _observer():
             observer.program(index)
@@ -211,6 +226,8 @@ class RankBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     @grid_dim.setter
     def grid_dim(self, size: Program) -> None:
         _state.grid_dim = size
+        if (order := getattr(_state, "order_now", None)) is not None:
+            _state.places = order(math.prod(size))
 
     # Memory.
     def get_cache_policy(self, cache_modifier: Any, eviction_policy: Any) -> Any:
@@ -418,10 +435,26 @@ def _call(executor: Any, *args: Any, **kwargs: Any) -> None:
     observer = _observer()
     if observer is not None:
         observer.launched()
-    with np.errstate(all="ignore"):  # numbers may overflow, as on a GPU
-        _original_call(executor, *args, **kwargs)
+    order = getattr(_state, "order", None)
+    _state.order_now = None if order is None or may_wait(executor.fn) else order
+    try:
+        with np.errstate(all="ignore"):  # numbers may overflow, as on a GPU
+            _original_call(executor, *args, **kwargs)
+    finally:
+        _state.order_now = _state.places = None
     if observer is not None:
         observer.finished()
+
+
+def may_wait(function: Any) -> bool:
+    """Return whether a kernel may wait for another program: whether it calls a function that
+    waits for signals, or for words with their own.
+    """
+    names = function.__code__.co_names
+    if any(name.startswith(("wait", "get_ll")) for name in names):
+        return True
+    called = (function.__globals__.get(name) for name in names)
+    return any(may_wait(c.fn) for c in called if isinstance(c, interpreter.InterpretedFunction))
 
 
 _stock_np_dtype = interpreter._get_np_dtype

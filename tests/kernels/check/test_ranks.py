@@ -12,6 +12,7 @@ from support.peers import peers_of
 
 from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.gpu.runtime.signals import notify, wait
+from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.symmetric.memory import Home, SymmetricMemoryError
 
 
@@ -109,3 +110,67 @@ def test_to_wait_for_one_that_has_ended_is_no_cycle() -> None:
         "  rank 1 has ended",
         "  no cycle is known",
     ]
+
+
+# The order of a launch's programs.
+
+
+@triton.jit
+def number_programs(order, count):
+    """Each program notes how many ran before it. Grid: (n, 2)."""
+    own = tl.program_id(0) * 2 + tl.program_id(1)
+    tl.store(order + own, tl.atomic_add(count, 1))
+
+
+@triton.jit
+def wait_and_number(order, count, peers):
+    if tl.program_id(0) < 0:
+        wait(peers, 0, 0, tl.load(peers.calls))
+    tl.store(order + tl.program_id(0), tl.atomic_add(count, 1))
+
+
+def orders(seed: int, *, waits: bool = False) -> list[list[int]]:
+    """The places of each program, in two launches on each of two ranks."""
+
+    def work(home: Home) -> list[list[int]]:
+        workspace = Workspace(home, "op", 8, torch.float32, 2)
+        found = []
+        for _ in range(2):
+            order, count = torch.zeros(12, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+            if waits:
+                wait_and_number[(12,)](order, count, workspace.peers())
+            else:
+                number_programs[(6, 2)](order, count)
+            found.append(order.tolist())
+        return found
+
+    return [order for found in run(work, 2, seed=seed) for order in found]
+
+
+def test_the_seed_draws_the_order_of_programs() -> None:
+    found = orders(3)
+    assert all(sorted(order) == [*range(12)] for order in found)
+    assert len({tuple(order) for order in found}) == 4
+    assert orders(3) == found != orders(4)
+
+
+def test_programs_that_may_wait_for_each_other_run_by_number() -> None:
+    assert orders(3, waits=True) == [[*range(12)]] * 4
+
+
+@triton.jit
+def add_up(sums, x):
+    """Wrong: a program relies on the one before. Grid: (n,)."""
+    at = tl.program_id(0)
+    before = tl.load(sums + at - 1, mask=at > 0, other=0.0)
+    tl.store(sums + at, before + tl.load(x + at))
+
+
+def test_a_program_that_relies_on_the_one_before_is_found() -> None:
+    def work(home: Home) -> list[float]:
+        sums = torch.zeros(8)
+        add_up[(8,)](sums, torch.ones(8))
+        return sums.tolist()
+
+    found = [run(work, 1, seed=seed)[0] for seed in range(3)]
+    assert all(sums != [float(n) for n in range(1, 9)] for sums in found)
