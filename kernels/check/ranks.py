@@ -472,6 +472,7 @@ def run(
     slowness: Sequence[float] | None = None,
     races: RaceDetector | None = None,
     ranks_per_node: int | None = None,
+    by_number: bool = False,
 ) -> list[Result]:
     """Call `work` with each rank's home; return the results by rank.
 
@@ -483,6 +484,8 @@ def run(
         races: collects findings; None skips race detection.
         ranks_per_node: ranks reach other nodes' ranks only by puts; None puts all ranks on one
             node.
+        by_number: a launch's programs run by number. Otherwise the seed draws their order, unless
+            they may wait for each other.
 
     Raises:
         HangError: all ranks wait.
@@ -502,7 +505,11 @@ def run(
             ranks.enter(rank)
             observer = _RankObserver(ranks, rank)
             numbers = random.Random(f"{seed} {rank}")
-            interpreter.observe(observer, lambda count: numbers.sample(range(count), count))
+
+            def drawn(count: int) -> list[int]:
+                return numbers.sample(range(count), count)
+
+            interpreter.observe(observer, None if by_number else drawn)
             with CheckedHome(world, rank, ranks) as home, extern.HostOperators(observer):
                 results[rank] = work(home)
             ranks.leave(rank)

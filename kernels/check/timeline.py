@@ -235,7 +235,9 @@ def record(op: Op, sizes: Sizes, seed: int = 0) -> list[Span]:
         op.call([tensor[home.rank] for tensor in tensors], workspace, sizes)
 
     with _multiplying() as products:
-        run(work, sizes.world, seed=seed, races=recorder, ranks_per_node=op.reach(sizes.world))
+        nodes = op.reach(sizes.world)
+        # As a GPU starts them.
+        run(work, sizes.world, seed=seed, races=recorder, ranks_per_node=nodes, by_number=True)
     spans = _replay(recorder.steps)
     return [
         replace(span, activity="compute")
