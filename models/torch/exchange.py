@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.kernels.cpu.attention import merge_parts
 from weft.kernels.gpu.attention.decode import decode_attention
 from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.mixed import mixed_attention
 from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.tile import is_decode
 from weft.kernels.gpu.rowwise import activation
@@ -104,7 +105,7 @@ def attend(
     q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
 ) -> Tensor:
     """Attention over local pages: [T, H, D] to the same shape."""
-    op = decode_attention if is_decode(q, batch) else paged_attention
+    op = decode_attention if is_decode(q, batch) else mixed_attention
     return op(q, *cache, batch, scale=scale, sliding_window=window)
 
 

@@ -279,6 +279,7 @@ class Buffers:
             self.status[:requests],
             max_queries=max_queries,
             max_context=max_model_len,
+            decodes=requests,
         )
         return StepTensors(token_ids, positions, PagedPlan(pages, slots, batch))
 

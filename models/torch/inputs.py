@@ -92,11 +92,13 @@ def put_step(device: torch.device, batch: StepInput, plan: AttentionPlan) -> Ste
         *(batch.token_ids, batch.positions, plan.pages.numpy(), plan.slots.numpy()),
         *(plan.query_start, plan.context_len, plan.block_table),
     )
+    queries = np.diff(plan.query_start)
     paged = PagedBatch(
         *(query_start, context_len, table),
         torch.zeros(len(context_len), dtype=torch.int32, device=device),
-        max_queries=int(np.diff(plan.query_start).max()),
+        max_queries=int(queries.max()),
         max_context=int(plan.context_len.max()),
+        decodes=int((queries == 1).sum()),
     )
     return StepTensors(token_ids, positions, PagedPlan(pages, slots, paged))
 

@@ -5,7 +5,8 @@ A kernel's constants depend on a step's numbers in four ways:
 - Products' tiles are chosen for buckets: up to 16 rows, and up to each power of two
   (kernels/gpu/tuning). Each tile has two variants: for multiples of its rows, and for others.
   Overlapped kernels count one rank's rows.
-- Attention has other tiles for few queries, and one variant for decodes alone.
+- Attention has other tiles for few queries, and its own variants for decodes, alone or beside
+  prompts.
 - Sampled tokens are drawn from the model's logits, or from edited ones in float32.
 - Decodes' keys are split among 1, 2, 4, ... programs, by the context and the number of requests.
   Recorded decodes keep the number from their recording.
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec.structs import replace
 
-from weft.models.interface import SlotSampling, StepInput
+from weft.models.interface import Int32, SlotSampling, StepInput
 from weft.models.spec.layout import Layout
 
 SHORT = 32
@@ -59,6 +60,8 @@ def steps(
         _equal_requests(range(tokens - 1, tokens), SlotSampling(slot=0)),
     ]
     if on_gpu:
+        from weft.models.torch.graphs import MIXED_TOKENS  # needs Triton
+
         chunks = [(1, range(tokens)) for tokens in prompts(max_tokens)]
         most = min(max_num_seqs, max_tokens)
         if most > recorded or layout.dp_size > 1:
@@ -66,6 +69,12 @@ def steps(
         for requests, positions in chunks:
             blocks = -(-positions.stop // block_size)
             found.append(_equal_requests(positions, requests=requests, blocks=blocks))
+        for requests, context in decodes(min(max_num_seqs - 1, max_tokens - 2), max_model_len):
+            prompt = min(MIXED_TOKENS[-1] + 1, max_tokens - requests, max_model_len)
+            blocks = -(-max(context, prompt) // block_size)
+            queries = np.array([1] * requests + [prompt], np.int32)
+            contexts = np.array([context] * requests + [prompt], np.int32)
+            found.append(_step(queries, contexts, blocks))
     for step in found:
         yield replace(step, group_sizes=layout.dp_size * (step.size,))
 
@@ -92,7 +101,7 @@ def decodes(max_requests: int, max_model_len: int) -> list[tuple[int, int]]:
         max_model_len: maximum number of tokens in a request.
     """
     lengths = {max_model_len, *(1 << n for n in range(8, max_model_len.bit_length()))}
-    requests = {1 << n for n in range(max_requests.bit_length())}
+    requests = {max_requests, *(1 << n for n in range(max_requests.bit_length()))}
     alone = [(1, length) for length in sorted(lengths)]
     return alone + [(number, max_model_len) for number in sorted(requests - {1})]
 
@@ -100,15 +109,23 @@ def decodes(max_requests: int, max_model_len: int) -> list[tuple[int, int]]:
 def _equal_requests(
     positions: range, *new_slots: SlotSampling, requests: int = 1, blocks: int = 1
 ) -> StepInput:
-    """Make a step with equal requests in the first slots; all tokens are 0, all blocks block 0."""
-    starts = len(positions) * np.arange(requests + 1, dtype=np.int32)
+    """Make a step with equal requests."""
+    each = np.ones(requests, np.int32)
+    return _step(len(positions) * each, positions.stop * each, blocks, *new_slots)
+
+
+def _step(queries: Int32, contexts: Int32, blocks: int, *new_slots: SlotSampling) -> StepInput:
+    """Make a step with requests in the first slots; all tokens are 0, all blocks block 0."""
+    requests = len(queries)
+    starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     slots = np.arange(requests, dtype=np.int32)
+    positions = [np.arange(c - q, c) for q, c in zip(queries, contexts, strict=True)]
     return StepInput(
         step=0,
         token_ids=np.zeros(starts[-1], np.int32),
-        positions=np.tile(np.array(positions, np.int32), requests),
+        positions=np.concatenate(positions).astype(np.int32),
         query_start=starts,
-        context_len=np.full(requests, positions.stop, np.int32),
+        context_len=contexts,
         block_table=np.zeros((requests, blocks), np.int32),
         slot=slots,
         sample_index=starts[1:] - 1,

@@ -145,6 +145,7 @@ def _run(
         *(ints(users + 1), ints(users), ints(users, pages), ints(users)),
         max_queries=1,
         max_context=context,
+        decodes=users,
     )
     step = StepTensors(ints(users), ints(users), PagedPlan(ints(users), ints(users), batch))
     tokens = [Size(users, users)] * layout.dp_size if layout.dp_size > 1 else []

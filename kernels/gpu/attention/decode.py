@@ -34,6 +34,7 @@ from weft.kernels.gpu.attention.inputs import Options, PagedBatch, check_attenti
 from weft.kernels.gpu.attention.kernel import LN2, LOG2E
 from weft.kernels.gpu.attention.paged import launch_attend
 from weft.kernels.gpu.attention.tile import (
+    Served,
     Tile,
     checked_tile,
     count_tiles,
@@ -53,9 +54,10 @@ PARTS = 16
 def merge_splits(
     parts,  # float32 [SPLITS, rows, D]
     parts_lse,  # float32 [SPLITS, rows]
+    query_start,  # int32 [rows / HEADS + 1]; None if a row of parts is the same row of out
     sinks,  # [HEADS], or None
-    out,  # [rows, D]
-    lse,  # float32 [rows], or None
+    out,  # [*, D]
+    lse,  # float32 [*], or None
     rows,
     HEADS: tl.constexpr,  # row % HEADS is the row's head
     D: tl.constexpr,
@@ -64,8 +66,18 @@ def merge_splits(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge one row's parts, weighted by their sums. Grid: (rows,)."""
+    """Merge one row's parts, weighted by their sums. Grid: (rows,).
+
+    With query_start, parts have a row for each request and head, and requests with more than one
+    query have no result here.
+    """
     row = tl.program_id(0)
+    place = row
+    if query_start is not None:
+        first = tl.load(query_start + row // HEADS)
+        if tl.load(query_start + row // HEADS + 1) - first != 1:
+            return
+        place = first * HEADS + row % HEADS
     stride = tl.cast(rows, tl.int64)
     split = tl.arange(0, BLOCK_S)
     logs = tl.load(parts_lse + split * stride + row, mask=split < SPLITS, other=float("-inf"))
@@ -91,10 +103,11 @@ def merge_splits(
     unseen = weight == 0
     weight = tl.where(unseen, 1.0, weight)
     total = tl.where(flagged, 0.0, total / weight)
-    tl.store(out + row * tl.cast(D, tl.int64) + d, total.to(out.dtype.element_ty), mask=d < D)
+    to = out + place * tl.cast(D, tl.int64) + d
+    tl.store(to, total.to(out.dtype.element_ty), mask=d < D)
     if lse is not None:
         log_sum = tl.where(unseen, float("-inf"), anchor + tl.log2(weight) * LN2)
-        tl.store(lse + row, tl.where(flagged, float("inf"), log_sum))
+        tl.store(lse + place, tl.where(flagged, float("inf"), log_sum))
 
 
 def decode_attention(
@@ -156,6 +169,7 @@ def choose_splits(
     processors: int,
     world_size: int = 1,
     op: str = "decode_attention",
+    served: Served = Served.ANY,
 ) -> int:
     """Return how many programs share a tile's keys: the number with the least predicted time.
 
@@ -164,6 +178,7 @@ def choose_splits(
         processors: processors on the device; each runs one program.
         world_size: number of ranks that share each request's keys.
         op: as in `costs.Problem`.
+        served: the requests that the launch serves.
 
     Returns:
         A power of two, at most MAX_SPLITS: each one compiles its own kernels.
@@ -172,11 +187,12 @@ def choose_splits(
     group = heads_of_tile(heads // kv_heads, tile)
     longest = -(-batch.max_context // world_size)
     if options.sliding_window is not None:
-        longest = min(longest, options.sliding_window + batch.max_queries)
+        queries = 1 if served == Served.ONE else batch.max_queries
+        longest = min(longest, options.sliding_window + queries)
     problem = Problem(
         op,
         world_size=1,
-        rows=count_tiles(q, batch, tile, group) * (heads // kv_heads // group),
+        rows=count_tiles(q, batch, tile, group, served) * (heads // kv_heads // group),
         n=longest,
         k=q.shape[2],
         dtype=str(keys.dtype).removeprefix("torch."),
@@ -198,6 +214,7 @@ def launch_split(
     options: Options,
     splits: int,
     *,
+    served: Served = Served.ANY,
     sinks: bool = True,
     rank: int = 0,
     world_size: int = 1,
@@ -213,14 +230,16 @@ def launch_split(
             lse,
             tile,
             options,
+            served=served,
             sinks=sinks,
             rank=rank,
             world_size=world_size,
         )
         return
-    tokens, heads, dim = out.shape
-    parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
-    parts_lse = torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device)
+    (tokens, heads, dim), one = out.shape, served == Served.ONE
+    rows = len(batch.context_len) if one else tokens
+    parts = torch.empty((splits, rows, heads, dim), dtype=torch.float32, device=q.device)
+    parts_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q.device)
     launch_attend(
         q,
         keys,
@@ -231,17 +250,19 @@ def launch_split(
         tile,
         options,
         splits=splits,
+        served=served,
         sinks=False,
         rank=rank,
         world_size=world_size,
     )
-    merge_splits[(tokens * heads,)](
+    merge_splits[(rows * heads,)](
         parts=parts,
         parts_lse=parts_lse,
+        query_start=batch.query_start if one else None,
         sinks=options.sinks if sinks else None,
         out=out,
         lse=lse,
-        rows=tokens * heads,
+        rows=rows * heads,
         HEADS=heads,
         D=dim,
         SPLITS=splits,

@@ -53,7 +53,7 @@ from weft.kernels.gpu.attention.kernel import (
     attend_tile,
     store_rows,
 )
-from weft.kernels.gpu.attention.tile import checked_tile, heads_of_tile
+from weft.kernels.gpu.attention.tile import Served, checked_tile, heads_of_tile
 from weft.kernels.gpu.matmul.epilogue import RESULTS
 from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.low_latency import get_ll, put_ll
@@ -410,7 +410,7 @@ def distributed_decode_attention(
             rope=0,
             window=sliding_window or 0,
             softcap=softcap or 0.0,
-            single=True,
+            served=int(Served.ONE),
             block_m=tile.block_m,
             block_n=tile.block_n,
             block_d=max(16, triton.next_power_of_2(dim)),

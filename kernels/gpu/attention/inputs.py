@@ -49,6 +49,7 @@ class PagedBatch:
         max_queries: maximum number of queries in a request. A captured graph serves only steps
             within this maximum.
         max_context: maximum context length; it determines how decodes are split.
+        decodes: maximum number of requests with one query.
     """
 
     query_start: Tensor
@@ -57,6 +58,7 @@ class PagedBatch:
     status: Tensor
     max_queries: int
     max_context: int
+    decodes: int
 
     @classmethod
     def build(
@@ -105,8 +107,9 @@ class PagedBatch:
             copied(context_len),
             copied(block_table),
             torch.zeros(requests, dtype=torch.int32, device=device),
-            int(queries.max()),
-            int(context_len.max()),
+            max_queries=int(queries.max()),
+            max_context=int(context_len.max()),
+            decodes=int((queries == 1).sum()),
         )
 
     def errors(self) -> dict[int, KernelError]:

@@ -6,6 +6,8 @@ block table (PagedAttention: Kwon et al. 2023). Work is cut as follows:
 - A program has one KV head and a tile with BLOCK_M rows. G = H / Hk query heads share the KV head,
   and the rows hold them all: row i is head i % G of query i // G. Keys and values are therefore
   loaded once for all G heads, and a decode with G heads fills a tensor core's 16 rows.
+- A step with decodes and prompts takes two launches (mixed.py), because a decode would leave most
+  of a prompt's tile empty. Each launch leaves the other's requests (tile.Served).
 - Tiles do not cross requests. Request b has at most cdiv(queries, BLOCK_Q) tiles, each with BLOCK_Q
   = BLOCK_M // G queries. Its first tile has number query_start[b] // BLOCK_Q + b. The grid
   therefore depends on T and B only, and a captured CUDA graph serves any lengths. Surplus programs
@@ -43,11 +45,13 @@ from weft.kernels.gpu.attention.inputs import (
     OUT_OF_POOL,
     SHORTER_THAN_QUERIES,
 )
+from weft.kernels.gpu.attention.tile import Served
 
 _OUT_OF_POOL = tl.constexpr(OUT_OF_POOL)
 _LONGER = tl.constexpr(LONGER_THAN_TABLE)
 _SHORTER = tl.constexpr(SHORTER_THAN_QUERIES)
 
+_ONE, _MORE = tl.constexpr(int(Served.ONE)), tl.constexpr(int(Served.MORE))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -71,7 +75,7 @@ class Batch(NamedTuple):
     """A step's requests: one kernel argument (runtime/peers.py).
 
     Attributes:
-        query_start: int32 [requests + 1]; None if each request has one query.
+        query_start: int32 [requests + 1]; None if each request has one query. See PagedBatch.
         context_len: int32 [requests].
         block_table: int32 [requests, table_width]; this rank's pages.
         status: int32 [requests].
@@ -94,7 +98,7 @@ class Form(NamedTuple):
         rope: ROPE, numbers in a key after the first D.
         window: maximum number of keys that a query sees; 0 for all.
         softcap: softcap for the scores; 0 for none.
-        single: each request has one query.
+        served: the requests that the launch serves: a tile.Served.
         block_m, block_n: rows in a tile; keys that it takes at a time.
         block_d, block_r: D and ROPE rounded up to powers of two, at least 16.
     """
@@ -107,7 +111,7 @@ class Form(NamedTuple):
     rope: int
     window: int
     softcap: float
-    single: bool
+    served: int
     block_m: int
     block_n: int
     block_d: int
@@ -228,11 +232,14 @@ def attend_block(
     out_of_pool = (page < 0) | (page >= num_blocks)
     bad = bad | out_of_pool.to(tl.int32)
     page = tl.where(out_of_pool, 0, page)
-    slots = (page.to(tl.int64) * KV_HEADS + head) * PAGE + at % PAGE
-    k = load_block(keys, slots * (D + ROPE), needed, D, EDGE, BLOCK_D).to(q.dtype)
+    of_page, slot = page.to(tl.int64) * KV_HEADS + head, at % PAGE
+    # Not (of_page * PAGE + slot) * WIDTH: Triton 3.6 takes each sum for a multiple of PAGE, and
+    # then loads 16 bytes at once from rows that are not aligned to 16 bytes.
+    key_rows = of_page * (PAGE * (D + ROPE)) + slot * (D + ROPE)
+    k = load_block(keys, key_rows, needed, D, EDGE, BLOCK_D).to(q.dtype)
     scores = tl.dot(q, k.T, input_precision="ieee")
     if ROPE > 0:
-        k_rope = load_block(keys + D, slots * (D + ROPE), needed, ROPE, EDGE, BLOCK_R)
+        k_rope = load_block(keys + D, key_rows, needed, ROPE, EDGE, BLOCK_R)
         scores = tl.dot(q_rope, k_rope.to(q.dtype).T, scores, input_precision="ieee")
     if SOFTCAP > 0:  # tanh without overflow
         shrunk = scores * (scale / SOFTCAP)
@@ -250,7 +257,8 @@ def attend_block(
     weights, fade, top, weight = soften(scores, top, weight)
     v = k
     if values is not None:
-        v = load_block(values, slots * D, needed, D, EDGE, BLOCK_D).to(q.dtype)
+        value_rows = of_page * (PAGE * D) + slot * D
+        v = load_block(values, value_rows, needed, D, EDGE, BLOCK_D).to(q.dtype)
     total = tl.dot(weights.to(q.dtype), v, total * fade[:, None], input_precision="ieee")
     return total, top, weight, bad
 
@@ -292,12 +300,18 @@ def attend_tile(
     BLOCK_Q: tl.constexpr = FORM.block_m // FORM.group
     SHARED: tl.constexpr = FORM.heads // FORM.kv_heads
     head = first_head // SHARED
-    if FORM.single:
+    if FORM.served == _ONE:
         request, first_row, first, queries = tile, tile, 0, 1
+        if batch.query_start is not None:
+            first_row = tl.load(batch.query_start + request)
+            has = tl.load(batch.query_start + request + 1) - first_row
+            queries = tl.where(has == 1, 1, 0)
     else:
         request = find_request(batch.query_start, tile, requests, BLOCK_Q)
         first_row = tl.load(batch.query_start + request)
         queries = tl.load(batch.query_start + request + 1) - first_row
+        if FORM.served == _MORE:
+            queries = tl.where(queries == 1, 0, queries)
         first = (tile - first_row // BLOCK_Q - request) * BLOCK_Q
     context = tl.load(batch.context_len + request)
     fault = tl.where(local_length(context, rank, WORLD, PAGE) > table_width * PAGE, _LONGER, 0)
@@ -383,16 +397,16 @@ def store_rows(out, lse, total, log_sum, place, stored, D: tl.constexpr):
         tl.store(lse + place, log_sum, mask=stored)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "table_width", "num_blocks", "rank"])
+@triton.jit(do_not_specialize=["rows", "requests", "table_width", "num_blocks", "rank"])
 def attend(
     q,  # q to sinks: see `attend_tile`
     cache,
     batch,
     sinks,
-    out,  # [SPLITS, tokens, HEADS, D]
-    lse,  # float32 [SPLITS, tokens, HEADS], or None
+    out,  # [tokens, HEADS, D], or [SPLITS, rows, HEADS, D]
+    lse,  # float32, as out without its last axis, or None
     scale,
-    tokens,
+    rows,  # of a split: tokens, or requests if each has one query
     requests,
     table_width,
     num_blocks,
@@ -411,5 +425,10 @@ def attend(
         q, cache, batch, sinks, scale, requests, table_width, num_blocks, q_stride, rank,
         tile, tl.program_id(1) * GROUP, split, WORLD, SPLITS, FORM,
     )  # fmt: skip
-    place = (tl.cast(split, tl.int64) * tokens + token) * HEADS + head
+    row = token
+    if SPLITS > 1:
+        if FORM.served == _ONE:
+            row = tile
+        row = tl.cast(split, tl.int64) * rows + row
+    place = tl.cast(row, tl.int64) * HEADS + head
     store_rows(out, lse, total, log_sum, place, stored, D)

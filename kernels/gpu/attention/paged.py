@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.kernels.gpu.attention.inputs import Options, PagedBatch, check_attention
 from weft.kernels.gpu.attention.kernel import Batch, Cache, Form, attend
 from weft.kernels.gpu.attention.tile import (
+    Served,
     Tile,
     checked_tile,
     count_tiles,
@@ -101,6 +102,7 @@ def launch_attend(
     options: Options,
     *,
     splits: int = 1,
+    served: Served = Served.ANY,
     sinks: bool = True,
     rank: int = 0,
     world_size: int = 1,
@@ -109,25 +111,33 @@ def launch_attend(
 
     Args:
         values: None if values are the first D numbers of the keys.
-        out: [splits, T, H, D], or [T, H, D].
-        lse: float32 [splits, T, H], or [T, H], or None.
+        out: [T, H, D], or [splits, rows, H, D] with a row for each token; with `served` ONE, for
+            each request.
+        lse: float32, as out without its last axis, or None.
+        served: the requests to serve.
         sinks: add the sinks here. False if they are added later, where parts are merged.
         rank, world_size: the owner of the pages.
     """
     if not q.numel():
         return
-    (tokens, heads, width), (num_blocks, kv_heads, page, _) = q.shape, keys.shape
+    (_, heads, width), (num_blocks, kv_heads, page, _) = q.shape, keys.shape
     dim = out.shape[-1]
     group = heads_of_tile(heads // kv_heads, tile)
-    attend[(count_tiles(q, batch, tile, group), heads // group, splits)](
+    alone = is_decode(q, batch)
+    attend[(count_tiles(q, batch, tile, group, served), heads // group, splits)](
         q=q,
         cache=Cache(keys, values, options.k_scale, options.v_scale),
-        batch=Batch(batch.query_start, batch.context_len, batch.block_table, batch.status),
+        batch=Batch(
+            None if alone else batch.query_start,
+            batch.context_len,
+            batch.block_table,
+            batch.status,
+        ),
         sinks=options.sinks if sinks else None,
         out=out,
         lse=lse,
         scale=options.scale,
-        tokens=tokens,
+        rows=out.shape[-3],
         requests=len(batch.context_len),
         table_width=batch.block_table.shape[1],
         num_blocks=num_blocks,
@@ -144,7 +154,7 @@ def launch_attend(
             rope=width - dim,
             window=options.sliding_window or 0,
             softcap=options.softcap or 0.0,
-            single=is_decode(q, batch),
+            served=int(Served.ONE if alone else served),
             block_m=tile.block_m,
             block_n=tile.block_n,
             block_d=max(16, triton.next_power_of_2(dim)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import triton
@@ -11,6 +12,14 @@ from weft.kernels.gpu.attention.inputs import PagedBatch
 from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import Require
 from weft.kernels.gpu.tuning.costs import Config
+
+
+class Served(IntEnum):
+    """The requests that a launch serves, by their number of queries; the others it leaves."""
+
+    ANY = 0
+    ONE = 1
+    MORE = 2
 
 
 class Tile(NamedTuple):
@@ -53,10 +62,12 @@ def heads_of_tile(group: int, tile: Tile) -> int:
     return next(n for n in range(min(group, tile.block_m), 0, -1) if group % n == 0)
 
 
-def count_tiles(q: Tensor, batch: PagedBatch, tile: Tile, group: int) -> int:
-    """Return an upper bound on a batch's tiles, with `group` heads per tile; see kernel.py."""
-    requests = len(batch.context_len)
-    return requests if is_decode(q, batch) else len(q) // (tile.block_m // group) + requests
+def count_tiles(
+    q: Tensor, batch: PagedBatch, tile: Tile, group: int, served: Served = Served.ANY
+) -> int:
+    """Return an upper bound on a launch's tiles, with `group` heads per tile; see kernel.py."""
+    requests, one = len(batch.context_len), served == Served.ONE or is_decode(q, batch)
+    return requests if one else len(q) // (tile.block_m // group) + requests
 
 
 def is_decode(q: Tensor, batch: PagedBatch) -> bool:

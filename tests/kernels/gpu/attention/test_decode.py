@@ -129,7 +129,7 @@ SPLIT_FAULTS = {
         "tl.minimum(first_block + each, ",
         "tl.minimum(first_block + each + 1, ",
     ),
-    "a split that stores over another": ("tl.cast(split, tl.int64) * tokens", "0 * tokens"),
+    "a split that stores over another": ("tl.cast(split, tl.int64) * rows", "0 * rows"),
 }
 REQUESTS = [(250, 1), (17, 1), (90, 2)]
 

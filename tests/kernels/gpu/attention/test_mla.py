@@ -203,7 +203,7 @@ def test_more_numbers_with_positions_than_there_is_room_for_are_refused() -> Non
 # Planted faults.
 
 FAULTS = {
-    "keys with the values' numbers for positions": ("(keys + D, slots", "(keys, slots"),
+    "keys with the values' numbers for positions": ("(keys + D, key_rows", "(keys, key_rows"),
     "queries with other numbers for positions": (
         "load_block(q + D, q_rows",
         "load_block(q, q_rows",

@@ -219,8 +219,9 @@ def test_whatever_tables_and_lengths_say_nothing_is_accessed_out_of_bounds(
         torch.tensor([context for context, _ in requests], dtype=torch.int32),
         table,
         torch.zeros(len(requests), dtype=torch.int32),
-        max(count for _, count in requests),
-        0,
+        max_queries=max(count for _, count in requests),
+        max_context=0,
+        decodes=sum(count == 1 for _, count in requests),
     )
     op = decode_attention if splits else paged_attention
     options = {"splits": splits} if splits else {}
@@ -269,7 +270,7 @@ def test_accesses_out_of_bounds_are_found(old: str, new: str, tmp_path: Path) ->
         batch = PagedBatch(
             torch.from_numpy(case.query_start),
             torch.tensor([length, length], dtype=torch.int32),
-            *(whole[8:10], status, 1, 0),
+            *(whole[8:10], status, 1, 0, 2),
         )
         found += _outside_of_views(faulty.paged_attention, case, batch)
         assert _outside_of_views(paged_attention, case, batch) == 0
