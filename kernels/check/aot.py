@@ -99,6 +99,8 @@ class Compiled:
         bare_stores: number of accesses to what other threads of the program may have stored,
             without a barrier between. Not counted in kernels with signals, whose memory belongs to
             several ranks.
+        waits_for_all: with three stages or more, the kernel waits for all its asynchronous copies
+            before each product, so none is on its way meanwhile.
         linked: the kernel is linked with NVSHMEM's device code. Its spills are around a put, and
             their cost is too small to measure.
         error: why it does not compile.
@@ -124,6 +126,7 @@ class Compiled:
     bare_acquires: int = 0
     bare_fences: int = 0
     bare_stores: int = 0
+    waits_for_all: bool = False
     linked: bool = False
     error: str = ""
 
@@ -148,6 +151,8 @@ class Compiled:
             found.append(f"{self.bare_fences} signals or multicast accesses without multimem_fence")
         if self.bare_stores:
             found.append(f"{self.bare_stores} uses of own stores without tl.debug_barrier between")
+        if self.waits_for_all:
+            found.append(f"{self.stages} stages, but no copy is on its way during a product")
         return found
 
 
@@ -502,8 +507,19 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
         bare_acquires=len(signals.bare_acquires),
         bare_fences=len(Fences(result.asm["ttir"]).bare),
         bare_stores=0 if signals.releases or signals.acquires else len(own.bare),
+        waits_for_all=result.metadata.num_stages > 2 and waits_for_all(result.asm.get("ttgir", "")),
         linked=linked,
     )
+
+
+def waits_for_all(ttgir: str) -> bool:
+    """Tell if a kernel with asynchronous copies always waits until none is on its way.
+
+    Triton's pipeliner spends its stages on loads that determine an address. A loop that loads
+    addresses and data in the same iteration is then left without a second buffer for the data.
+    """
+    left = re.findall(r"async_wait .*\{num = (\d+) : i32\}", ttgir)
+    return "async_copy_global_to_local" in ttgir and bool(left) and not any(map(int, left))
 
 
 def main(target: str, extent: Extent, *ops: str) -> None:

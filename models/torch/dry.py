@@ -119,7 +119,9 @@ class DryModel:
         rows = None
         if len(batch.sample_index) < len(batch.token_ids):
             rows = put(META, batch.sample_index)[0].long()
-        logits = self.forward(put_step(META, batch, plan), rows, batch.group_sizes)
+        logits = self.forward(
+            put_step(META, batch, plan, self._sizes.max_model_len), rows, batch.group_sizes
+        )
         self._sampler.set_slots(batch.new_slots)
         slots, index = torch.from_numpy(batch.sample_slot), torch.from_numpy(batch.output_index)
         with torch.inference_mode():

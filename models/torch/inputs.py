@@ -85,8 +85,14 @@ def put_as_is(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
     ]
 
 
-def put_step(device: torch.device, batch: StepInput, plan: AttentionPlan) -> StepTensors:
-    """Copy a step to the device without padding."""
+def put_step(
+    device: torch.device, batch: StepInput, plan: AttentionPlan, max_model_len: int
+) -> StepTensors:
+    """Copy a step to the device without padding.
+
+    Attention then splits keys as in a recorded step, for `max_model_len` tokens. The number of
+    splits, and with it the kernel, depends on the number of requests alone.
+    """
     token_ids, positions, pages, slots, query_start, context_len, table = put(
         device,
         *(batch.token_ids, batch.positions, plan.pages.numpy(), plan.slots.numpy()),
@@ -97,7 +103,7 @@ def put_step(device: torch.device, batch: StepInput, plan: AttentionPlan) -> Ste
         *(query_start, context_len, table),
         torch.zeros(len(context_len), dtype=torch.int32, device=device),
         max_queries=int(queries.max()),
-        max_context=int(plan.context_len.max()),
+        max_context=max_model_len,
         decodes=int((queries == 1).sum()),
     )
     return StepTensors(token_ids, positions, PagedPlan(pages, slots, paged))

@@ -395,7 +395,7 @@ class TorchRunner:
             return self._model(x, positions, self._cache, plan, selected, batch.group_sizes)
         from weft.models.torch.inputs import put_step
 
-        step = put_step(self._device, batch, plan)
+        step = put_step(self._device, batch, plan, self._max_model_len)
         x = self._first_input(step.token_ids, batch)
         return self._model(x, step.positions, self._cache, step.plan, selected, batch.group_sizes)
 

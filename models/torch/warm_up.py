@@ -8,8 +8,8 @@ A kernel's constants depend on a step's numbers in four ways:
 - Attention has other tiles for few queries, and its own variants for decodes, alone or beside
   prompts.
 - Sampled tokens are drawn from the model's logits, or from edited ones in float32.
-- Decodes' keys are split among 1, 2, 4, ... programs, by the context and the number of requests.
-  Recorded decodes keep the number from their recording.
+- Decodes' keys are split among 1, 2, 4, ... programs, by the number of requests and the model's
+  longest context.
 
 `tests/models/torch/test_warm_up.py` compares their kernels with those in many other steps.
 """
@@ -65,16 +65,15 @@ def steps(
         chunks = [(1, range(tokens)) for tokens in prompts(max_tokens)]
         most = min(max_num_seqs, max_tokens)
         if most > recorded or layout.dp_size > 1:
-            chunks += [(requests, range(n - 1, n)) for requests, n in decodes(most, max_model_len)]
+            last = range(max_model_len - 1, max_model_len)
+            chunks += [(requests, last) for requests in decodes(most)]
         for requests, positions in chunks:
             blocks = -(-positions.stop // block_size)
             found.append(_equal_requests(positions, requests=requests, blocks=blocks))
-        for requests, context in decodes(min(max_num_seqs - 1, max_tokens - 2), max_model_len):
+        for requests in decodes(min(max_num_seqs - 1, max_tokens - 2)):
             prompt = min(MIXED_TOKENS[-1] + 1, max_tokens - requests, max_model_len)
-            blocks = -(-max(context, prompt) // block_size)
             queries = np.array([1] * requests + [prompt], np.int32)
-            contexts = np.array([context] * requests + [prompt], np.int32)
-            found.append(_step(queries, contexts, blocks))
+            found.append(_step(queries, queries, -(-prompt // block_size)))
     for step in found:
         yield replace(step, group_sizes=layout.dp_size * (step.size,))
 
@@ -93,17 +92,14 @@ def prompts(max_tokens: int) -> list[int]:
     return sorted(each for each in found if each <= max_tokens)
 
 
-def decodes(max_requests: int, max_model_len: int) -> list[tuple[int, int]]:
-    """Return the numbers of requests with one token each, and their contexts, to compute.
+def decodes(max_requests: int) -> list[int]:
+    """Return the numbers of requests with one token each to compute, ascending.
 
     Args:
         max_requests: maximum number of requests in a step.
-        max_model_len: maximum number of tokens in a request.
     """
-    lengths = {max_model_len, *(1 << n for n in range(8, max_model_len.bit_length()))}
-    requests = {max_requests, *(1 << n for n in range(max_requests.bit_length()))}
-    alone = [(1, length) for length in sorted(lengths)]
-    return alone + [(number, max_model_len) for number in sorted(requests - {1})]
+    powers = {1 << n for n in range(max_requests.bit_length())}
+    return sorted(powers | {max_requests}) if max_requests > 0 else []
 
 
 def _equal_requests(

@@ -48,7 +48,7 @@ class PagedBatch:
         status: int32 [B]; bits of FLAGS. Kernels set bits and never clear them.
         max_queries: maximum number of queries in a request. A captured graph serves only steps
             within this maximum.
-        max_context: maximum context length; it determines how decodes are split.
+        max_context: context length for which decodes are split; contexts may be shorter or longer.
         decodes: maximum number of requests with one query.
     """
 
@@ -175,8 +175,8 @@ def check_cache(check: Require, name: str, cache: Tensor, q: Tensor) -> None:
         check(f"{name}'s dtype", FP8, able, f"be {q.dtype}: sm_{capability} has no e4m3")
 
 
-def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: int = 1) -> None:
-    """Refuse mismatched batch tensors, and limits beyond the capacity of the tables or q."""
+def check_batch(check: Require, q: Tensor, batch: PagedBatch) -> None:
+    """Refuse mismatched batch tensors, and more queries than q has rows."""
     requests, width = len(batch.context_len), batch.block_table.shape[-1]
     for name, shape in (
         ("context_len", [requests]),
@@ -185,8 +185,7 @@ def check_batch(check: Require, q: Tensor, page: int, batch: PagedBatch, ranks: 
         ("block_table", [requests, width]),
     ):
         require_tensor(check, name, getattr(batch, name), shape, q.device, torch.int32)
-    most, context, queries = width * page * ranks, batch.max_context, batch.max_queries
-    check("max_context", context, context <= most, f"be at most {most}, the tables' capacity")
+    queries = batch.max_queries
     check("max_queries", queries, queries <= len(q), f"be at most {len(q)}, the rows of q")
 
 
@@ -219,7 +218,7 @@ def check_attention(
     check("keys's shape", shape, keys.numel() > 0, "have no axis of size 0")
     check_heads(check, "keys's heads", q, shape[1])
     require_tensor(check, "values", values, shape, device, keys.dtype)
-    check_batch(check, q, shape[2], batch, world_size)
+    check_batch(check, q, batch)
     check_scale(check, "k_scale", options.k_scale, shape[1:2], keys)
     check_scale(check, "v_scale", options.v_scale, shape[1:2], keys)
     if options.sinks is not None:

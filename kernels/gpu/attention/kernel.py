@@ -191,6 +191,23 @@ def soften(
 
 
 @triton.jit
+def load_pages(
+    table,  # int32 [n]; this request's pages
+    start,  # the block's first key, among this rank's keys
+    begin,  # first key for the tile, inclusive
+    end,  # end (exclusive) for the tile's keys
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Load the page of each key in a block, int32 [BLOCK_N]; 0 for keys outside of the tile's.
+
+    A table's entries before `begin` and from `end` on may be missing or stale.
+    """
+    at = start + tl.arange(0, BLOCK_N)
+    return tl.load(table + at // PAGE, mask=(at >= begin) & (at < end), other=0)
+
+
+@triton.jit
 def attend_block(
     q,  # [BLOCK_M, BLOCK_D]
     q_rope,  # [BLOCK_M, BLOCK_R], or None; each query's numbers after the first D
@@ -200,7 +217,7 @@ def attend_block(
     bad,  # int32 [BLOCK_N]; 1 where a page was outside the pool
     keys,  # [num_blocks, KV_HEADS, PAGE, D + ROPE]
     values,  # [num_blocks, KV_HEADS, PAGE, D], or None: each key's first D numbers
-    table,  # int32 [n]; this request's pages
+    page,  # int32 [BLOCK_N]; each key's page
     num_blocks,
     head,
     start,  # the block's first key, among this rank's keys
@@ -225,10 +242,6 @@ def attend_block(
     BLOCK_R: tl.constexpr = FORM.block_r
     at = start + tl.arange(0, BLOCK_N)
     needed = (at >= begin) & (at < end)
-    if EDGE:  # entries before begin and from end on may be missing or stale
-        page = tl.load(table + at // PAGE, mask=needed, other=0)
-    else:
-        page = tl.load(table + at // PAGE)
     out_of_pool = (page < 0) | (page >= num_blocks)
     bad = bad | out_of_pool.to(tl.int32)
     page = tl.where(out_of_pool, 0, page)
@@ -362,18 +375,28 @@ def attend_tile(
         weight = tl.zeros((BLOCK_M,), tl.float32)
     bad = tl.zeros((BLOCK_N,), tl.int32)
     table = batch.block_table + tl.cast(request, tl.int64) * table_width
+    # A block's pages are loaded one iteration early. In the same iteration, Triton would spend its
+    # stages on them, and keep no keys and values on their way.
+    page = load_pages(table, inner_first * BLOCK_N, begin, end, PAGE, BLOCK_N)
     for block in range(inner_first, inner_last):
+        following = load_pages(table, (block + 1) * BLOCK_N, begin, end, PAGE, BLOCK_N)
         total, top, weight, bad = attend_block(
-            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, table, num_blocks,
+            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, page, num_blocks,
             head, block * BLOCK_N, begin, end, position, scale, rank, WORLD, False, FORM,
         )  # fmt: skip
+        page = following
     interior = inner_last - inner_first
+    block = first_block + tl.where(first_block >= inner_first, interior, 0)
+    page = load_pages(table, block * BLOCK_N, begin, end, PAGE, BLOCK_N)
     for edge in range(first_block, end_block - interior):
         block = edge + tl.where(edge >= inner_first, interior, 0)
+        next_block = edge + 1 + tl.where(edge + 1 >= inner_first, interior, 0)
+        following = load_pages(table, next_block * BLOCK_N, begin, end, PAGE, BLOCK_N)
         total, top, weight, bad = attend_block(
-            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, table, num_blocks,
+            block_q, q_rope, total, top, weight, bad, cache.k, cache.v, page, num_blocks,
             head, block * BLOCK_N, begin, end, position, scale, rank, WORLD, True, FORM,
         )  # fmt: skip
+        page = following
 
     fault = fault | tl.where(tl.max(bad, axis=0) > 0, _OUT_OF_POOL, 0)
     if fault != 0:

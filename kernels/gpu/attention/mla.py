@@ -123,7 +123,7 @@ def mla_decode_attention(
     check("kv_lora_rank", kv_lora_rank, whole, f"be from 1 to {min(MAX_RANK, width)}")
     rope = width - kv_lora_rank
     check("P = D - kv_lora_rank", rope, rope <= MAX_ROPE, f"be at most {MAX_ROPE}")
-    check_batch(check, q, shape[1], batch)
+    check_batch(check, q, batch)
     check_scale(check, "kv_scale", kv_scale, [1], latents)
     if lse is not None:
         require_tensor(check, "lse", lse, [tokens, heads], q.device, torch.float32)

@@ -38,9 +38,6 @@ from weft.kernels.gpu.runtime.arguments import require, require_tensor
 BLOCK = 1 << 12
 """Columns that a program reads at a time."""
 
-STAGES = tl.constexpr(4)
-"""Blocks on their way from memory: a program that waits for each would read a fifth as fast."""
-
 CANDIDATES = 1024
 """Maximum number of tokens that a program holds."""
 
@@ -175,7 +172,7 @@ def find_key(keys, mass, target):
 def sum_of_row(numbers, V, largest, temperature, end, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the weights of tokens with keys up to `end`, or count these tokens: int64."""
     total = tl.zeros((BLOCK,), tl.int64)
-    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+    for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
         log2 = load_log2(numbers, column, V, largest, temperature)
         mass = (column < V).to(tl.int64) if COUNT else weigh(log2)
@@ -220,7 +217,7 @@ def draw_tokens(
 
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_column = tl.zeros((BLOCK,), tl.int32)
-    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+    for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
         logit = load_logits(numbers, column, V)
         best_column = tl.where(logit > best, column, best_column)
@@ -231,7 +228,7 @@ def draw_tokens(
     if (t > 0) & (largest > float("-inf")):
         counts = tl.zeros((BINS,), tl.int32)
         sums = tl.zeros((BLOCK,), tl.int64)
-        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        for start in range(0, V, BLOCK):
             column = start + tl.arange(0, BLOCK)
             log2 = load_log2(numbers, column, V, largest, t)
             counts += tl.histogram(bin_of(log2), BINS, mask=column < V)
@@ -249,7 +246,7 @@ def draw_tokens(
             bins = tl.sum((up_to <= N).to(tl.int32), axis=0)
             count = tl.max(tl.where(up_to <= N, up_to, 0), axis=0)
             place = at.to(tl.int64) * N
-            for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+            for start in range(0, V, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 log2 = load_log2(numbers, column, V, largest, t)
                 kept = (column < V) & (bin_of(log2) < bins)
@@ -293,7 +290,7 @@ def draw_tokens(
 
         if not settled:
             target, running = share_of(number, total), tl.zeros_like(total)
-            for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+            for start in range(0, V, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 log2 = load_log2(numbers, column, V, largest, t)
                 weights = tl.where(key_of(log2) <= end, weigh(log2), 0)
@@ -379,7 +376,7 @@ def edit_rows(
     """Copy a row, and change it. Grid: (E,)."""
     at, count = tl.program_id(0), tl.num_programs(0)
     numbers, result = x + tl.load(rows + at).to(tl.int64) * stride, out + at.to(tl.int64) * V
-    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+    for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
         logit = tl.load(numbers + column, mask=column < V, other=0.0).to(tl.float32)
         tl.store(result + column, logit, mask=column < V)
@@ -421,7 +418,7 @@ def edit_rows(
     allowed_by = tl.load(mask + at)
     if allowed_by >= 0:
         bits = masks + allowed_by.to(tl.int64) * words
-        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        for start in range(0, V, BLOCK):
             column = start + tl.arange(0, BLOCK)
             word = tl.load(bits + column // 32, mask=column < V, other=-1)
             allowed = ((word >> (column % 32)) & 1) != 0

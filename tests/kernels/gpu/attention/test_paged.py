@@ -407,7 +407,6 @@ def test_bad_input_is_named_and_nothing_is_launched(name: str, value: Any, messa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_context": 37}, "max_context is 37; it must be at most 36, the tables' capacity"),
         ({"max_queries": 5}, "max_queries is 5; it must be at most 4"),
         ({"status": torch.zeros(3, dtype=torch.int32)}, "status's shape is [3]; it must be [2]"),
         ({"context_len": torch.zeros(2)}, "context_len's dtype is torch.float32"),
