@@ -18,12 +18,13 @@ from pathlib import Path
 
 from tpu_steps import LLAMA_8B
 
-from weft.models.plan.choices import Limits, choices
+from weft.models.plan.choices import choices
 from weft.models.plan.hardware import read_slice
 from weft.models.plan.load import Load
 from weft.models.spec.families import build_spec
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.simulator.fleet import EngineLimits, simulate
+from weft.serving.executor.sizing import limits_of
 
 DAY = 86_400
 
@@ -39,15 +40,8 @@ def main() -> int:
     add("--load", default="in=1000,out=200,rate=12", help="as for weft plan; for all replicas")
     add("--routing", default="least-loaded", help="as for weft plan")
     options = parser.parse_args()
-    settings = EngineConfig()
-    limits = Limits(
-        max_model_len=4096,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        block_size=settings.block_size,
-        memory_fraction=settings.memory_fraction,
-    )
     spec = build_spec(LLAMA_8B | {"num_hidden_layers": 32}, Path("config.json"))
+    limits = limits_of(EngineConfig(device="cuda", max_model_len=4096), spec)
     (choice, *_) = choices(spec, read_slice("h100:1"), limits, dtype="auto")
     load = Load.parse(options.load)
     arrivals = takewhile(

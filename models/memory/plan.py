@@ -18,9 +18,6 @@ from weft.models.memory.activations import (
 from weft.models.memory.ledger import MIB, Ledger, human_bytes
 from weft.models.spec.spec import DTYPE_BYTES, ModelSpec, MoeSpec
 
-MAX_PADDING = 7
-"""Maximum number of padding requests when a step is padded to a recorded size."""
-
 RECORDING = 8 * MIB
 """Assumed for one CUDA graph with its kernels' arguments: some thousand launches."""
 
@@ -41,6 +38,22 @@ class Recordings(NamedTuple):
 
     decodes: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+
+    def within(self, max_num_seqs: int, max_num_batched_tokens: int) -> Recordings:
+        """Return the sizes for smaller steps: no decodes after the first that has `max_num_seqs`.
+
+        Args:
+            max_num_seqs: maximum number of requests in a step.
+            max_num_batched_tokens: maximum number of tokens in a step.
+        """
+        before = (0, *self.decodes)
+        needed = (
+            size for last, size in zip(before, self.decodes, strict=False) if last < max_num_seqs
+        )
+        return Recordings(
+            tuple(size for size in needed if size <= max_num_batched_tokens),
+            tuple(size for size in self.mixed if size <= max_num_batched_tokens),
+        )
 
 
 NO_RECORDINGS = Recordings()
@@ -129,12 +142,11 @@ class MemoryPlan:
 
         A result and the block tables lie outside the recordings.
         """
-        most = self.max_num_seqs + MAX_PADDING
-        decodes = [size for size in self.recordings.decodes if size <= most]
-        count = len(decodes) + len(self.recordings.mixed)
+        decodes, mixed = self.recordings.within(self.max_num_seqs, self.max_num_batched_tokens)
+        count = len(decodes) + len(mixed)
         if not count:
             return 0
-        requests, tokens = max(decodes, default=0), max(self.recordings.mixed, default=0)
+        requests, tokens = max(decodes, default=0), max(mixed, default=0)
         rows = max(requests, min(tokens, self.max_num_seqs) + 1)
         numbers = max(requests, tokens) * self.spec.hidden_size + requests * self.spec.vocab_size
         result = numbers * DTYPE_BYTES[self.spec.compute_dtype(self.dtype)]

@@ -57,6 +57,7 @@ class Choice:
         quantization: of the weights.
         ledger: one rank's memory.
         engine: the cost of one replica's steps.
+        limits: each engine's settings.
     """
 
     place: Slice
@@ -65,6 +66,7 @@ class Choice:
     quantization: str
     ledger: Ledger
     engine: Engine
+    limits: Limits
 
     @property
     def flags(self) -> str:
@@ -109,7 +111,8 @@ def choices(
                 overlapped=_overlaps(place, layout),
             )
             replicas = place.devices // layout.world_size
-            found.append(Choice(place, layout, replicas, quantization, plan.ledger(), engine))
+            ledger = plan.ledger()
+            found.append(Choice(place, layout, replicas, quantization, ledger, engine, limits))
     if not found:
         raise ConfigError(_misfit(spec, place, limits, compute, missing))
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError
 from weft.models.plan.batch import Batch
-from weft.models.plan.choices import Choice, Limits, formats
+from weft.models.plan.choices import Choice, formats
 from weft.models.plan.load import Latency, Load, Objective
 from weft.models.plan.steady_state import Steady, largest_rate, steady_state
 from weft.models.plan.times import Part
@@ -86,7 +86,7 @@ class Row:
         return (self.hourly, self.price, ttft, itl, -self.tokens_per_second)
 
 
-def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limits) -> list[Row]:
+def plan(found: Iterable[Choice], load: Load, objective: Objective) -> list[Row]:
     """Return the rows that no other row beats in all figures, the cheapest first.
 
     Rows that serve the load within the objective come before the others. A slice whose rows are all
@@ -96,16 +96,15 @@ def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limi
         found: the choices, on one slice or several.
         load: all requests.
         objective: limits on latency.
-        limits: each engine's settings.
 
     Raises:
         ConfigError: the model's context is too short for the load, or no choice can hold a request.
     """
-    load.check_context(limits.max_model_len)
     rows, refused = [], None
     for choice in _worth_a_look(found):
+        load.check_context(choice.limits.max_model_len)
         try:
-            rows.append(_row(choice, load, objective, limits))
+            rows.append(_row(choice, load, objective))
         except ConfigError as error:
             refused = error
     if not rows:
@@ -119,13 +118,12 @@ def plan(found: Iterable[Choice], load: Load, objective: Objective, limits: Limi
     return [row for row in rows if row in best or row is first.get(row.choice.place)]
 
 
-def load_curve(choice: Choice, load: Load, limits: Limits) -> list[tuple[float, Latency]]:
+def load_curve(choice: Choice, load: Load) -> list[tuple[float, Latency]]:
     """Return latency at rising rates, up to the capacity, with the load's lengths and hits.
 
     Args:
         choice: how the model is served.
         load: all requests; with users, requests at random times take their place.
-        limits: each engine's settings.
 
     Returns:
         pairs of requests per second over all replicas, and their latency.
@@ -133,7 +131,7 @@ def load_curve(choice: Choice, load: Load, limits: Limits) -> list[tuple[float, 
     Raises:
         ConfigError: the choice cannot hold a request.
     """
-    seconds, settings = _remembered(choice.engine.seconds), _settings(choice, limits)
+    seconds, settings = _remembered(choice.engine.seconds), _settings(choice)
     own = replace(load, users=None, rate=1.0)
     most = largest_rate(own, seconds, Objective(), **settings)
     found = []
@@ -143,9 +141,9 @@ def load_curve(choice: Choice, load: Load, limits: Limits) -> list[tuple[float, 
     return found
 
 
-def _settings(choice: Choice, limits: Limits) -> dict[str, int]:
+def _settings(choice: Choice) -> dict[str, int]:
     """Return a replica's limits; each attention group has a scheduler and a KV cache."""
-    groups = choice.layout.dp_size
+    groups, limits = choice.layout.dp_size, choice.limits
     return {
         "max_num_seqs": groups * limits.max_num_seqs,
         "max_num_batched_tokens": groups * limits.max_num_batched_tokens,
@@ -153,9 +151,9 @@ def _settings(choice: Choice, limits: Limits) -> dict[str, int]:
     }
 
 
-def _row(choice: Choice, load: Load, objective: Objective, limits: Limits) -> Row:
+def _row(choice: Choice, load: Load, objective: Objective) -> Row:
     own, seconds = _share(load, choice.replicas), _remembered(choice.engine.seconds)
-    settings = _settings(choice, limits)
+    settings = _settings(choice)
     one = largest_rate(own, seconds, objective, **settings)
     unbounded = one if not objective.limits else largest_rate(own, seconds, Objective(), **settings)
     steady = None

@@ -19,7 +19,7 @@ A replay must not depend on:
 
 All graphs share their inputs and one memory pool, because they run in turn, the largest one first.
 They also copy their results to the same memory, because a graph would otherwise keep its own: 35
-sizes up to 256 requests would hold 4231 rows of logits. A mixed step ends with its hidden states,
+sizes up to 512 requests would hold 5895 rows of logits. A mixed step ends with its hidden states,
 since few of them are sampled. On a CPU there is nothing to record: a replay calls the model on the
 same buffers.
 
@@ -52,14 +52,12 @@ from weft.models.torch.inputs import ALIGN, PagedPlan, StepTensors, put, rows_of
 from weft.models.torch.logits import Logits
 from weft.models.torch.overlapped import DISPATCH_TOKENS
 
-BUCKET_STEP = 8
-"""Distance between large buckets."""
+DECODE_REQUESTS = (1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 513, 32))
+"""Sizes of decode steps: padding is at most 7 requests or an eighth of the size. With more
+requests, launch time no longer matters."""
 
 MIXED_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
 """Sizes of mixed steps; with more tokens, the device takes longer than the host."""
-
-MAX_REQUESTS = 256
-"""Largest bucket; with more requests, launch time no longer matters."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +89,7 @@ def recordings(
         return Recordings()
     if layout.dp_size > 1:
         max_num_batched_tokens = min(max_num_batched_tokens, DISPATCH_TOKENS)
-    sizes = [1, 2, 4, *range(BUCKET_STEP, MAX_REQUESTS + 1, BUCKET_STEP)]
-    needed = (size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < max_num_seqs)
-    return Recordings(
-        tuple(size for size in needed if size <= max_num_batched_tokens),
-        tuple(size for size in MIXED_TOKENS if size <= max_num_batched_tokens),
-    )
+    return Recordings(DECODE_REQUESTS, MIXED_TOKENS).within(max_num_seqs, max_num_batched_tokens)
 
 
 class Graphs:

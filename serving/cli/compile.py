@@ -100,7 +100,7 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     dtype = compute_dtype(config, spec)
     layout = Layout(config.tp_size, config.ep)
     local = layout.local(spec)
-    seqs = config.max_num_seqs
+    seqs = config.capacity.max_num_seqs
     block = config.block_size or (
         block_size(
             local, DEVICES[chip], dtype, max_num_seqs=seqs, max_model_len=max_model_len
@@ -119,19 +119,19 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
                 dtype=dtype,
                 block_size=block,
                 num_blocks=num_blocks,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.capacity.max_num_seqs,
+                max_num_batched_tokens=config.capacity.max_num_batched_tokens,
                 max_model_len=max_model_len,
                 kernels=config.kernels,
                 progress=compiling,
             )
     except aot.DoesNotFitError as error:
-        fits = _slice_that_fits(config, spec, dtype, max_model_len, chip)
+        fits = _slice_that_fits(config, spec, dtype, chip)
         raise ConfigError(f"{config.model} on {topology}: {error}; {fits}") from None
     memory = {
         "weights": local.weight_bytes(dtype),
         "KV cache": num_blocks * block_bytes,
-        "sampling": sampler_state_bytes(spec, config.max_num_seqs, config.tp_size),
+        "sampling": sampler_state_bytes(spec, config.capacity.max_num_seqs, config.tp_size),
         "temporaries": max(program.temporaries for program in programs),
     }
     memory["left"] = aot.hbm_bytes(chip) - sum(memory.values())
@@ -161,33 +161,25 @@ def _ledger(
     return MemoryPlan(
         spec=Layout(tp, config.ep).local(spec),
         dtype=dtype,
-        available=hbm_bytes(chip) - sampler_state_bytes(spec, config.max_num_seqs, tp),
-        memory_fraction=config.memory_fraction,
+        available=hbm_bytes(chip) - sampler_state_bytes(spec, config.capacity.max_num_seqs, tp),
+        memory_fraction=config.capacity.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.capacity.max_num_seqs,
+        max_num_batched_tokens=config.capacity.max_num_batched_tokens,
         max_model_len=max_model_len,
         count_activations=partial(jax_activations, tp=tp),
     ).ledger()
 
 
-def _slice_that_fits(
-    config: EngineConfig, spec: ModelSpec, dtype: str, max_model_len: int, chip: str
-) -> str:
+def _slice_that_fits(config: EngineConfig, spec: ModelSpec, dtype: str, chip: str) -> str:
     """Describe the smallest slice with these chips that is large enough for the model."""
     from weft.kernels.devices import DEVICES
-    from weft.models.plan.choices import Limits, choices
+    from weft.models.plan.choices import choices
     from weft.models.plan.hardware import read_slice
+    from weft.serving.executor.sizing import limits_of
 
-    limits = Limits(
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        memory_fraction=config.memory_fraction,
-        kv_cache_memory=config.kv_cache_memory,
-    )
+    limits = limits_of(config, spec)
     for shape in DEVICES[chip].shapes:
         place = read_slice(f"{chip}:{shape}")
         try:

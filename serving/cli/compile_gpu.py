@@ -60,7 +60,7 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
     from weft.kernels.symmetric.absent import AbsentGpu
     from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.spec.layout import Layout, check_layout
-    from weft.models.torch.dry import Sizes, compile_warm_up
+    from weft.models.torch.dry import compile_warm_up
     from weft.serving.executor.backend import choose_kernels, recorded_steps, symmetric_bytes
     from weft.serving.executor.fetch import fetch
     from weft.serving.executor.loading import (
@@ -68,6 +68,7 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
         context_length,
         keep_kernels,
         plan_memory,
+        step_sizes,
     )
 
     config = asyncio.run(fetch(replace(config, device="cuda"), weights=False))
@@ -107,7 +108,7 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
     try:
         ledger = plan.ledger()
     except ConfigError as error:
-        fits = _that_fits(config, spec, last, max_model_len, device)
+        fits = _that_fits(config, spec, last, device)
         raise ConfigError(f"{config.model} on {place}: {error}; {fits}") from None
     keep_kernels(config)
     driver.set_active(NoDevice(gpu.target))
@@ -116,15 +117,7 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
             spec,
             [replace(last, rank=rank) for rank in range(last.stage_size)],
             dtype,
-            Sizes(
-                plan.block_size,
-                ledger.num_blocks,
-                config.max_num_seqs,
-                config.max_num_batched_tokens,
-                max_model_len,
-                recorded,
-                config.redundant_experts // config.ep,
-            ),
+            step_sizes(config, plan, ledger.num_blocks),
             AbsentGpu(_tuned_name(gpu), gpu.processors, multicast=gpu.target in MULTICAST),
             overlapped=kernels == "overlapped",
             threads=config.threads or len(os.sched_getaffinity(0)),
@@ -201,20 +194,12 @@ def _tuned_name(gpu: Gpu) -> str:
     return next(names, gpu.name)
 
 
-def _that_fits(
-    config: EngineConfig, spec: ModelSpec, layout: Layout, max_model_len: int, device: Device
-) -> str:
+def _that_fits(config: EngineConfig, spec: ModelSpec, layout: Layout, device: Device) -> str:
     """Describe the smallest --tp with which the model fits in a node."""
-    from weft.models.plan.choices import Limits, fewest_ranks
+    from weft.models.plan.choices import fewest_ranks
+    from weft.serving.executor.sizing import limits_of
 
-    limits = Limits(
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        memory_fraction=config.memory_fraction,
-        kv_cache_memory=config.kv_cache_memory,
-    )
+    limits = limits_of(config, spec)
     layout = replace(layout, rank=0)
     node = Slice(device, (1, device.node))
     found = fewest_ranks(spec, node, limits, layout, dtype=config.dtype)

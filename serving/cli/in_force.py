@@ -7,6 +7,7 @@ setting stays as it is if the model is not here, or if other machines decide, to
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Any
 
 from weft.errors import ConfigError, ModelError
@@ -57,6 +58,8 @@ def _decided(config: EngineConfig) -> dict[str, tuple[Any, str]]:
     values["backend"] = (config.backend, "this machine's devices")
     values["device"] = (config.device, "this machine's devices")
     values["tp"] = (config.tp_size, "the fewest devices that hold the model")
+    for each in fields(config.capacity):
+        values[each.name] = (getattr(config.capacity, each.name), "for this kind of device")
     if config.backend != "torch" or config.device != "cpu":
         return values
     values["kernels"] = ("plain", "on CPUs")

@@ -72,6 +72,28 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Capacity:
+    """An engine's largest steps and its memory. The defaults depend on the kind of device.
+
+    Attributes:
+        max_num_seqs: maximum number of concurrent requests, for each attention group.
+        max_num_batched_tokens: maximum number of tokens in a step, for each attention group.
+        memory_fraction: fraction of the free memory.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_fraction: float
+
+
+CAPACITY = Capacity(128, 2048, 0.8)
+"""Defaults on CPUs and TPUs."""
+
+GPU_CAPACITY = Capacity(512, 8192, 0.9)
+"""Defaults on GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings for the engine. Memory sizes are in bytes, times in seconds.
 
@@ -231,8 +253,13 @@ class EngineConfig:
         Help("KV cache memory for each rank; else all that remains", ge=1, unit="bytes"),
     ] = None
     memory_fraction: Annotated[
-        float, Help("fraction of the free memory that weft may use", gt=0, le=1)
-    ] = 0.8
+        float | None,
+        Help(
+            "fraction of the free memory that weft may use; else 0.8 on CPUs and TPUs, 0.9 on GPUs",
+            gt=0,
+            le=1,
+        ),
+    ] = None
     prefix_caching: Annotated[bool, Help("reuse the KV cache for prompts with the same prefix")] = (
         True
     )
@@ -244,13 +271,21 @@ class EngineConfig:
         ),
     ] = "auto"
     max_num_seqs: Annotated[
-        int,
-        Help("maximum concurrent requests, for each engine and attention group", ge=1),
-    ] = 128
+        int | None,
+        Help(
+            "maximum concurrent requests, for each engine and attention group; else 128 on CPUs "
+            "and TPUs, 512 on GPUs",
+            ge=1,
+        ),
+    ] = None
     max_num_batched_tokens: Annotated[
-        int,
-        Help("maximum tokens in a step, for each engine and attention group", ge=1),
-    ] = 2048
+        int | None,
+        Help(
+            "maximum tokens in a step, for each engine and attention group; else 2048 on CPUs and "
+            "TPUs, 8192 on GPUs",
+            ge=1,
+        ),
+    ] = None
     max_queue: Annotated[int, Help("maximum waiting requests; further ones get a 429", ge=1)] = 1024
     grammar_timeout: Annotated[
         float, Help("maximum seconds of processor time to compile a request's grammar", gt=0)
@@ -331,6 +366,18 @@ class EngineConfig:
     def tp_size(self) -> int:
         """The value of `tp`; 1 until it is set or decided."""
         return self.tp or 1
+
+    @property
+    def capacity(self) -> Capacity:
+        """The set values, else the device's defaults; a CPU's while `device` is still auto."""
+        default = GPU_CAPACITY if self.device == "cuda" else CAPACITY
+        return Capacity(
+            default.max_num_seqs if self.max_num_seqs is None else self.max_num_seqs,
+            default.max_num_batched_tokens
+            if self.max_num_batched_tokens is None
+            else self.max_num_batched_tokens,
+            default.memory_fraction if self.memory_fraction is None else self.memory_fraction,
+        )
 
     @property
     def stage_size(self) -> int:

@@ -324,8 +324,10 @@ def start_executor(
 def _scheduler(config: EngineConfig, model: ModelInfo) -> Scheduler:
     """Return the scheduler for one attention group."""
     return Scheduler(
-        BlockManager(model.num_blocks, model.block_size, config.max_num_seqs, model.max_model_len),
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        BlockManager(
+            model.num_blocks, model.block_size, config.capacity.max_num_seqs, model.max_model_len
+        ),
+        max_num_batched_tokens=config.capacity.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         prefix_caching=config.prefix_caching,
         stages=config.pp,
@@ -339,8 +341,9 @@ def _info(config: EngineConfig, model: ModelInfo, load_seconds: float) -> Engine
         hidden_size=model.hidden_size,
         block_size=model.block_size,
         num_blocks=model.num_blocks,
-        max_num_seqs=config.attention_groups * config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.attention_groups * config.capacity.max_num_seqs,
+        max_num_batched_tokens=config.capacity.max_num_batched_tokens,
+        memory_fraction=config.capacity.memory_fraction,
         dtype=model.dtype,
         load_seconds=load_seconds,
     )

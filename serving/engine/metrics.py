@@ -272,7 +272,7 @@ class _VllmCollector(Collector):
                 "block_size": str(engine.info.block_size),
                 "num_gpu_blocks": str(engine.stats.kv_blocks_total),
                 "enable_prefix_caching": str(engine.config.prefix_caching),
-                "gpu_memory_utilization": str(engine.config.memory_fraction),
+                "gpu_memory_utilization": str(engine.info.memory_fraction),
             }
             info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=list(labels))
             info.add_metric(list(labels.values()), 1)

@@ -195,6 +195,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         hidden_size: the model's hidden size, which is the length of an embedding.
         num_blocks: number of KV cache blocks in each attention group.
         max_num_seqs: maximum number of running requests, in all attention groups together.
+        memory_fraction: fraction of the free memory that the engine may use.
     """
 
     max_model_len: int
@@ -204,6 +205,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    memory_fraction: float
     dtype: str
     load_seconds: float
 

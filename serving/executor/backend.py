@@ -211,7 +211,7 @@ def symmetric_bytes(
     if layout.cp > 1:
         counters.append(CountingHome(layout.cp, name))
     context_home = counters[1] if layout.cp > 1 else None
-    max_tokens = config.max_num_batched_tokens
+    max_tokens = config.capacity.max_num_batched_tokens
     copies = config.redundant_experts // config.ep
     Overlapped(
         *(counters[0], context_home, spec, layout, getattr(torch, dtype), max_tokens),
@@ -228,8 +228,8 @@ def recorded_steps(config: EngineConfig, layout: Layout, kernels: str) -> Record
 
     return recordings(
         layout,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
+        config.capacity.max_num_seqs,
+        config.capacity.max_num_batched_tokens,
         overlapped=kernels == "overlapped",
     )
 

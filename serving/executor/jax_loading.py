@@ -75,7 +75,7 @@ def load_jax_model(
     layout = Layout(config.tp_size, config.ep)
     block = config.block_size
     if block is None:
-        seqs, local = config.max_num_seqs, layout.local(spec)
+        seqs, local = config.capacity.max_num_seqs, layout.local(spec)
         decision = block_size(
             local, device_of(devices[0]), dtype, max_num_seqs=seqs, max_model_len=max_model_len
         )
@@ -103,8 +103,8 @@ def load_jax_model(
             layout=layout,
             dtype=dtype,
             block_size=block,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.capacity.max_num_seqs,
+            max_num_batched_tokens=config.capacity.max_num_batched_tokens,
             max_model_len=max_model_len,
             kernels=config.kernels,
             progress=progress,
@@ -213,12 +213,12 @@ def _plan(
     return MemoryPlan(
         spec=Layout(config.tp_size, config.ep).local(spec),
         dtype=dtype,
-        available=free - sampler_state_bytes(spec, config.max_num_seqs, config.tp_size),
-        memory_fraction=config.memory_fraction,
+        available=free - sampler_state_bytes(spec, config.capacity.max_num_seqs, config.tp_size),
+        memory_fraction=config.capacity.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.capacity.max_num_seqs,
+        max_num_batched_tokens=config.capacity.max_num_batched_tokens,
         max_model_len=max_model_len,
         count_activations=partial(jax_activations, tp=config.tp_size),
     ).ledger()

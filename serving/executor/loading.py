@@ -223,8 +223,8 @@ def load_model(
         spec,
         dtype=dtype,
         block_size=plan.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.capacity.max_num_seqs,
+        max_num_batched_tokens=config.capacity.max_num_batched_tokens,
         max_model_len=max_model_len,
         quantization=config.quantization,
         compress_weights=config.compress_weights,
@@ -248,17 +248,7 @@ def load_model(
     torch_runner.allocate_kv_cache(ledger.num_blocks)
     runner: ModelRunner = torch_runner
     if home is not None and device.type == "cuda":
-        from weft.models.torch.dry import Sizes
-
-        sizes = Sizes(
-            plan.block_size,
-            ledger.num_blocks,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            max_model_len,
-            recorded,
-            config.redundant_experts // config.ep,
-        )
+        sizes = step_sizes(config, plan, ledger.num_blocks)
         compile_kernels(config, spec, layout, dtype, sizes, home, kernels, context)
     if interpreted and context.rank == 0:
         logger.info("warming up: a short prompt")
@@ -382,18 +372,39 @@ def plan_memory(
         dtype=dtype,
         quantization=config.quantization,
         available=free,
-        memory_fraction=config.memory_fraction,
+        memory_fraction=config.capacity.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
         block_size=config.block_size or BLOCK_UNIT,
         cp=config.cp,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.capacity.max_num_seqs,
+        max_num_batched_tokens=config.capacity.max_num_batched_tokens,
         max_model_len=max_model_len,
         dp_size=layout.dp_size,
         count_activations=triton_activations if triton else cpu_activations,
         buffers=buffers,
         recordings=recorded,
         copies=copies_bytes(local, dtype, config.redundant_experts // config.ep),
+    )
+
+
+def step_sizes(config: EngineConfig, plan: MemoryPlan, num_blocks: int) -> Sizes:
+    """Return the sizes of a GPU server's steps, for which its kernels are compiled.
+
+    Args:
+        config: settings.
+        plan: a rank's memory, from `plan_memory`.
+        num_blocks: blocks in the KV cache.
+    """
+    from weft.models.torch.dry import Sizes
+
+    return Sizes(
+        plan.block_size,
+        num_blocks,
+        plan.max_num_seqs,
+        plan.max_num_batched_tokens,
+        plan.max_model_len,
+        plan.recordings,
+        config.redundant_experts // config.ep,
     )
 
 

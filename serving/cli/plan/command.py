@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -19,6 +20,7 @@ from weft.models.spec.spec import ModelSpec
 from weft.serving.cli.files import check_file, check_plot, write_whole
 from weft.serving.cli.options import TopicCommand, takes
 from weft.serving.config.settings import EngineConfig
+from weft.serving.config.slices import Kind
 from weft.serving.config.sources import Settings
 
 SETTINGS = {
@@ -115,6 +117,7 @@ def make_plan(
     from weft.serving.cli.plan.calibrate import calibrated
     from weft.serving.cli.plan.why import decisions
     from weft.serving.executor.fetch import fetch
+    from weft.serving.executor.sizing import limits_of
 
     if sum((as_json, values, explain, why, bool(calibrate))) > 1:
         raise ConfigError("give one of --json, --values, --explain, --why and --calibrate")
@@ -139,30 +142,24 @@ def make_plan(
         logs = [Path(log.strip()) for log in calibrate.split(",")]
         print(calibrated(logs, given.model, spec, slices))
         return 0
-    limits = Limits(
-        max_model_len=_context(config, spec.max_model_len),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=config.block_size,
-        memory_fraction=config.memory_fraction,
-    )
+    limits = {place: limits_of(_on(config, place), spec) for place in slices}
     if load is None:
         dtype = spec.compute_dtype(config.dtype)
-        print("\n".join(decisions(spec, place, tp, dtype, limits) for place in slices))
+        print("\n".join(decisions(spec, place, tp, dtype, limits[place]) for place in slices))
         return 0
     wanted, objective = Load.parse(load), Objective.parse(slo) if slo else Objective()
-    found, misfits = _choices(slices, spec, limits, config.dtype)
+    found, misfits = _choices(limits, spec, config.dtype)
     if tp is not None:
         fitting = ", ".join(map(str, sorted({choice.layout.tp for choice in found})))
         found = [choice for choice in found if choice.layout.tp == tp]
         if not found:
             raise ConfigError(f"--tp is {tp}; on {places} it must be one of {fitting}")
-    rows = plan(found, wanted, objective, limits)
+    rows = plan(found, wanted, objective)
     if simulate is not None:
         from weft.serving.cli.plan.simulated import simulated
 
-        rows = list(simulated(rows, wanted, limits, simulate, routing or "least-loaded"))
-    asked = report.Asked(config.model, config.revision, config.dtype, load, slo, limits, misfits)
+        rows = list(simulated(rows, wanted, simulate, routing or "least-loaded"))
+    asked = report.Asked(config.model, config.revision, config.dtype, load, slo, misfits)
     if plot is not None:
         from weft.serving.cli.plan.plot import draw
 
@@ -173,7 +170,7 @@ def make_plan(
 
 
 def _choices(
-    slices: Sequence[Slice], spec: ModelSpec, limits: Limits, dtype: str
+    limits: Mapping[Slice, Limits], spec: ModelSpec, dtype: str
 ) -> tuple[list[Choice], list[str]]:
     """Return all choices that fit, and the reason for each slice on which none does.
 
@@ -182,9 +179,9 @@ def _choices(
     """
     found: list[Choice] = []
     misfits: list[str] = []
-    for place in slices:
+    for place, each in limits.items():
         try:
-            found += choices(spec, place, limits, dtype=dtype)
+            found += choices(spec, place, each, dtype=dtype)
         except ConfigError as error:
             misfits.append(str(error))
     if not found:
@@ -192,11 +189,7 @@ def _choices(
     return found, misfits
 
 
-def _context(config: EngineConfig, longest: int) -> int:
-    """Return the maximum number of tokens in a request; ConfigError if the model has fewer."""
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(
-            f"--max-model-len is {config.max_model_len}; "
-            f"{config.model} has a context of {longest} tokens"
-        )
-    return config.max_model_len or longest
+def _on(config: EngineConfig, place: Slice) -> EngineConfig:
+    """Return the settings with the slice's kind of device, which decides their defaults."""
+    kind: Kind = "tpu" if place.device.shapes else "cpu" if place.device.cpu else "cuda"
+    return replace(config, device=kind)

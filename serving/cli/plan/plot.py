@@ -25,7 +25,7 @@ def draw(rows: Sequence[Row], asked: Asked, load: Load, path: Path) -> None:
     (prices, steps), (first, between) = figure.subplots(2, 2)
     _draw_prices(prices, rows)
     _draw_steps(steps, rows)
-    curves = [(row, load_curve(row.choice, load, asked.limits)) for row in rows[:CURVES]]
+    curves = [(row, load_curve(row.choice, load)) for row in rows[:CURVES]]
     _draw_curves(first, curves, "first token", lambda each: (each.ttft_p50, each.ttft_p99))
     _draw_curves(between, curves, "time between tokens", lambda each: (each.itl_p50, each.itl_p99))
     if load.rate is not None:

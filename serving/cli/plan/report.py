@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from weft.errors import ConfigError
 from weft.models.memory.ledger import human_bytes
-from weft.models.plan.choices import Limits
 from weft.models.plan.load import Objective
 from weft.models.plan.plan import Row
 
@@ -23,7 +22,6 @@ class Asked:
 
     Attributes:
         model, revision, dtype, load, slo: as given.
-        limits: each engine's settings.
         misfits: for slices on which the model does not fit, the reason.
     """
 
@@ -32,7 +30,6 @@ class Asked:
     dtype: str
     load: str
     slo: str
-    limits: Limits
     misfits: Sequence[str]
 
 
@@ -165,7 +162,7 @@ def helm(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
             f"--load is {asked.load}; no row serves it within the limits, and {_most(rows)}: "
             "choose a larger slice, a lower load or other limits"
         )
-    choice, limits = rows[0].choice, asked.limits
+    choice, limits = rows[0].choice, rows[0].choice.limits
     device = choice.place.device
     known = device.like or device.name
     path = asked.model if asked.revision is None else f"{asked.model}@{asked.revision}"

@@ -10,21 +10,17 @@ from itertools import islice
 from rich.console import Console
 from rich.progress import track
 
-from weft.models.plan.choices import Limits
 from weft.models.plan.load import Load
 from weft.models.plan.plan import Row
 from weft.serving.engine.simulator.fleet import EngineLimits, simulate
 
 
-def simulated(
-    rows: Sequence[Row], load: Load, limits: Limits, requests: int, routing: str
-) -> Iterator[Row]:
+def simulated(rows: Sequence[Row], load: Load, requests: int, routing: str) -> Iterator[Row]:
     """Yield the rows with simulated latencies; rows that do not keep up with the load stay.
 
     Args:
         rows: a plan.
         load: all requests.
-        limits: each engine's settings.
         requests: number of requests in the simulation.
         routing: between the engines of a row; see serving/engine/simulator/routing.py.
 
@@ -37,7 +33,7 @@ def simulated(
         if row.steady is None:
             yield row
             continue
-        ledger = row.choice.ledger
+        ledger, limits = row.choice.ledger, row.choice.limits
         groups = row.choice.layout.dp_size  # simulated as one scheduler
         result = simulate(
             islice(load.arrivals(limits.max_model_len), requests),

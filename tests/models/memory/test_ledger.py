@@ -230,6 +230,8 @@ def test_buffers_and_recorded_steps_take_from_the_cache() -> None:
     assert padded.graphs == shared.graphs  # a recorded step is run with all its rows
     fewer = plan(max_num_seqs=100, **on_gpu)
     assert shared.graphs - fewer.graphs > RECORDING + tensors / 3
+    shorter = plan(max_num_seqs=200, max_num_batched_tokens=100, **on_gpu)
+    assert shorter.graphs == fewer.graphs  # no step has 200 requests
     logits = 200 * SPEC.vocab_size * DTYPE_BYTES[SPEC.compute_dtype("auto")]
     assert tensors >= 2 * logits  # those of the model, and where all sizes leave them
     longer = plan(max_num_seqs=200, max_model_len=SPEC.max_model_len + 320, **on_gpu)

@@ -31,7 +31,8 @@ def chosen(model: str, place: str, layout: Layout) -> Choice:
 
 
 def row(choice: Choice, load: str, limits: Limits = LIMITS) -> Row:
-    (found,) = plan([choice], Load.parse(load), Objective(), limits)
+    choice = replace(choice, limits=limits)
+    (found,) = plan([choice], Load.parse(load), Objective())
     return found
 
 
@@ -83,7 +84,7 @@ def test_int8_is_advised_where_it_is_served_and_not_in_use(
 
 def test_a_load_curve_rises_to_the_capacity() -> None:
     choice = chosen("weft-demo", "h100:8", Layout(tp=2))
-    curve = load_curve(choice, Load.parse("in=1000,out=200,users=5"), LIMITS)
+    curve = load_curve(choice, Load.parse("in=1000,out=200,users=5"))
     capacity = row(choice, "in=1000,out=200,rate=1").capacity
     assert [rate for rate, _ in curve] == sorted(rate for rate, _ in curve)
     assert 0.98 * capacity <= curve[-1][0] <= capacity

@@ -114,7 +114,7 @@ def capacity(config: dict[str, object], name: str, load: str, limits: Limits, pa
     place = read_slice(name)
     found = choices(read_spec(path), place, limits)
     whole = [each for each in found if each.layout == Layout(place.devices)]
-    (row,) = plan(whole, Load.parse(load), Objective(), limits)
+    (row,) = plan(whole, Load.parse(load), Objective())
     return row.tokens_per_second
 
 
@@ -176,7 +176,7 @@ def test_the_page_has_each_published_figure(name: str, spec: ModelSpec) -> None:
     whole = [each for each in choices(spec, place, LIMITS) if each.layout.tp == place.devices]
     for (prompt, answer), published in zip(LENGTHS, PUBLISHED[name], strict=True):
         load = Load.parse(f"in={prompt},out={answer},rate=0.01")
-        (found,) = plan(whole, load, Objective(), LIMITS)
+        (found,) = plan(whole, load, Objective())
         predicted = found.tokens_per_second
         row = (
             f"| {name} | {prompt} / {answer} | {predicted:,.0f} | {published:,.0f} "

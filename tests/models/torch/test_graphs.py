@@ -17,9 +17,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
-from weft.models.memory.plan import MAX_PADDING, Recordings
+from weft.models.memory.plan import Recordings
 from weft.models.spec.layout import Layout
-from weft.models.torch.graphs import MAX_REQUESTS, MIXED_TOKENS, Graphs, recordings
+from weft.models.torch.graphs import DECODE_REQUESTS, MIXED_TOKENS, Graphs, recordings
 from weft.models.torch.overlapped import DISPATCH_TOKENS
 from weft.models.torch.runner import TorchRunner
 
@@ -33,10 +33,18 @@ def test_every_step_has_a_bucket_that_is_not_much_larger(seqs: int, tokens: int)
     assert list(mixed) == [size for size in MIXED_TOKENS if size <= tokens]
     assert sizes[-1] <= tokens
     assert all(before < seqs for before in sizes[:-1])
-    for requests in range(1, min(seqs, tokens - 7, MAX_REQUESTS) + 1):
+    assert sizes[-1] >= seqs or sizes[-1] == max(n for n in DECODE_REQUESTS if n <= tokens)
+    for requests in range(1, min(seqs, sizes[-1]) + 1):
         size = next(size for size in sizes if size >= requests)
-        assert size < max(2 * requests, requests + 8)
-        assert size <= requests + MAX_PADDING
+        assert size < max(2 * requests, requests * 8 / 7 + 8)
+        assert size - requests <= max(7, size / 8)
+
+
+def test_a_gpus_default_number_of_requests_takes_few_recordings() -> None:
+    """Each recording takes memory, and time at the start."""
+    sizes, _ = recordings(Layout(), 512, 8192, overlapped=False)
+    assert sizes[-1] == 512
+    assert len(sizes) <= 36
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2, pp=2)])

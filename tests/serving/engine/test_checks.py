@@ -21,6 +21,7 @@ INFO = EngineInfo(
     num_blocks=8,
     max_num_seqs=4,
     max_num_batched_tokens=64,
+    memory_fraction=0.8,
     dtype="float32",
     load_seconds=0.0,
 )

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.serving.config.settings import EngineConfig
+from weft.serving.config.settings import Capacity, EngineConfig
 from weft.serving.config.slices import DeviceRequest, NodeSlice, Slice, parse
 from weft.serving.executor.placement import (
     Device,
@@ -302,6 +302,19 @@ def test_auto_is_jax_where_all_nodes_have_tpus() -> None:
         EngineConfig(device="tpu", backend="torch")
     with pytest.raises(ConfigError, match="--devices is nvlink:4; with --backend jax it must be"):
         EngineConfig(tp=4, backend="jax", devices="nvlink:4")
+
+
+def test_capacity_follows_the_device_and_set_values_win() -> None:
+    def capacity(inventory: Inventory, **settings: object) -> Capacity:
+        return decided(EngineConfig(tp=1, **settings), [inventory]).capacity  # type: ignore[arg-type]
+
+    assert capacity(gpus(1)) == capacity(gpus(1), device="cuda") == Capacity(512, 8192, 0.9)
+    assert capacity(gpus(1), device="cpu") == capacity(ANY) == Capacity(128, 2048, 0.8)
+    assert capacity(tpus(1)) == Capacity(128, 2048, 0.8)
+    for inventory in (gpus(1), tpus(1), ANY):
+        own = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "memory_fraction": 0.5}
+        assert capacity(inventory, **own) == Capacity(3, 64, 0.5)
+    assert capacity(gpus(1), max_num_seqs=128) == Capacity(128, 8192, 0.9)
 
 
 def test_a_rank_has_one_device_or_with_jax_all_of_its_node() -> None:
