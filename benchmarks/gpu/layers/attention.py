@@ -189,12 +189,15 @@ def torch_attention(
         return pages[:, :, : batch.context].to(q.dtype).contiguous()
 
     by_request = q.view(batch.requests, batch.queries, *q.shape[1:]).transpose(1, 2).contiguous()
+    pieces = in_one_piece(keys), in_one_piece(values)
+    if batch.queries == 1 and batch.kv_heads == 1:  # else torch copies the latents for each head
+        heads_as_queries = by_request.transpose(1, 2)
+        return lambda: scaled_dot_product_attention(heads_as_queries, *pieces).transpose(1, 2)
     options: dict[str, Any] = {"enable_gqa": True}
     if batch.queries == batch.context:
         options["is_causal"] = True
     elif batch.queries > 1:
         options["attn_mask"] = causal_lower_right(batch.queries, batch.context)
-    pieces = in_one_piece(keys), in_one_piece(values)
     return partial(scaled_dot_product_attention, by_request, *pieces, **options)
 
 

@@ -201,10 +201,10 @@ def _over_parts(scale: Scale, shape: Shape, repetitions: int) -> Figure:
             COLLECTIVE: lambda: op.collective(x if op.gathers else whole, workspaces[1])
         }
         for tiling in scale.tilings:
-            options = {"programs": scale.programs, **tiling.options}
+            options = tiling.options
             calls[f"overlapped {tiling}"] = lambda o=options: op.function(x, w, workspaces[0], **o)  # type: ignore[misc]
             calls[f"product {tiling}"] = lambda o=options: matmul(  # type: ignore[misc]
-                whole if op.gathers else x, w, **o
+                whole if op.gathers else x, w, programs=scale.programs, **o
             )
         return interleaved(calls, repetitions, tiny=scale.tiny)
 
@@ -242,7 +242,7 @@ def _over_decomposed(scale: Scale, shape: Shape, repetitions: int) -> Figure:
             name = f"decomposed {way.get('method', 'chunks')}"
             calls[name] = lambda way=way: function(x, w, workspaces[1], **way)  # type: ignore[misc]
         for tiling in scale.tilings:
-            options = {"programs": scale.programs, **tiling.options}
+            options = tiling.options
             calls[f"overlapped {tiling}"] = lambda o=options: op.function(x, w, workspaces[0], **o)  # type: ignore[misc]
         return interleaved(calls, repetitions, tiny=scale.tiny)
 

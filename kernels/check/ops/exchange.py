@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.check.ops.op import CONVERTS, NVIDIA, Op, Sizes, node_size
+from weft.kernels.check.ops.op import CONVERTS, FP8_TOLERANCE, NVIDIA, Op, Sizes, node_size
 from weft.kernels.check.ops.rows import restored
 from weft.kernels.gpu.experts.dispatch import (
     LowLatencyWorkspace,
@@ -130,6 +130,7 @@ def _all_to_all(
         lambda s: [(_few(s.m), width * s.k), (_few(s.m), s.world + 1)],
         workspace,
         targets=NVIDIA if far else CONVERTS if fp8 else (),
+        tolerance=FP8_TOLERANCE if fp8 else 0.0,
         far=far,
     )
 

@@ -181,7 +181,8 @@ def choose_splits(
         served: the requests that the launch serves.
 
     Returns:
-        A power of two, at most MAX_SPLITS: each one compiles its own kernels.
+        A power of two, at most MAX_SPLITS: each one compiles its own kernels. It is the same for
+        all numbers of tiles up to the next power of two, so that a warm-up meets every one.
     """
     heads, kv_heads = q.shape[1], keys.shape[1]
     group = heads_of_tile(heads // kv_heads, tile)
@@ -192,7 +193,8 @@ def choose_splits(
     problem = Problem(
         op,
         world_size=1,
-        rows=count_tiles(q, batch, tile, group, served) * (heads // kv_heads // group),
+        rows=triton.next_power_of_2(count_tiles(q, batch, tile, group, served))
+        * (heads // kv_heads // group),
         n=longest,
         k=q.shape[2],
         dtype=str(keys.dtype).removeprefix("torch."),

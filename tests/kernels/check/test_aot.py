@@ -25,6 +25,7 @@ from weft.kernels.check.aot import (
     compile_all,
     has_bitcode,
     supported_targets,
+    waits_for_all,
 )
 from weft.kernels.check.ops.op import CONVERTS, HOPPER, NVIDIA
 from weft.kernels.check.ops.table import OPS, named
@@ -265,6 +266,10 @@ def test_every_kernel_that_is_launched_is_compiled(rows: list[Compiled]) -> None
         ({"releases": 2, "unordered_releases": 1}, "1 releases without a barrier before them"),
         ({"bare_releases": 1}, "1 releases without tl.debug_barrier before them"),
         ({"bare_acquires": 2}, "2 acquires without tl.debug_barrier after them"),
+        (
+            {"waits_for_all": True, "stages": 3},
+            "3 stages, but no copy is on its way during a product",
+        ),
         ({"error": "ValueError: no"}, "does not compile: ValueError: no"),
     ],
 )
@@ -272,6 +277,15 @@ def test_problems_are_named(changes: dict[str, object], problem: str) -> None:
     assert FINE.problems == replace(FINE, stack=64, spills=8).problems == []
     assert replace(FINE, multiplies=False, stack=64, spills=8, linked=True).problems == []
     assert replace(FINE, **changes).problems == [problem]
+
+
+@pytest.mark.parametrize(("left", "waits"), [((0, 0), True), ((2, 0), False), ((), False)])
+def test_a_loop_that_waits_for_every_copy_is_noticed(left: tuple[int, ...], waits: bool) -> None:
+    """As in Triton's code for a loop that loads addresses and, in the same iteration, data."""
+    copy = "%c = ttg.async_copy_global_to_local %p, %m : tensor<64x!tt.ptr<i32>, #b> -> <64xi32>"
+    lines = [f"%w = ttg.async_wait %t {{num = {number} : i32}}" for number in left]
+    assert waits_for_all("\n".join([copy, *lines])) == waits
+    assert not waits_for_all("\n".join(lines))
 
 
 PLANTED = """
