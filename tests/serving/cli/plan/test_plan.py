@@ -99,6 +99,22 @@ def test_values_are_those_of_the_chart() -> None:
     assert values["settings"]["max_model_len"] == 2048
 
 
+@pytest.mark.parametrize(
+    ("topology", "defaults"),
+    [
+        ("h100:1", {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "memory_fraction": 0.9}),
+        ("cpu:1", {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "memory_fraction": 0.8}),
+    ],
+)
+def test_a_slice_is_planned_with_its_own_defaults(
+    topology: str, defaults: dict[str, float]
+) -> None:
+    asked = ("weft-demo", "--for", topology, "--load", LOAD, "--values")
+    assert yaml.safe_load(planned(*asked))["settings"].items() >= defaults.items()
+    own = yaml.safe_load(planned(*asked, "--max-num-seqs", "7"))["settings"]
+    assert own.items() >= (defaults | {"max_num_seqs": 7}).items()
+
+
 def test_values_keep_what_was_planned(tmp_path: Path) -> None:
     file = tmp_path / "devices.toml"
     file.write_text('[mine]\nlike = "A100"\n')
