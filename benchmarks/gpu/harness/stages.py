@@ -95,6 +95,37 @@ def run_stages(
         spare = max(0.0, deadline - time.monotonic())
 
 
+def compile_beforehand(stages: Sequence[Stage], command: Sequence[str], seconds: float) -> None:
+    """Run all stages side by side, and drop what they say: their kernels are compiled then.
+
+    Triton compiles on one core for each process, and a GPU would wait for it case by case.
+
+    Args:
+        stages: all of the day.
+        command: of a child, without the stage.
+        seconds: when those that still run are ended.
+    """
+    end = time.monotonic() + seconds
+    print(f"compiling beforehand: at most {seconds:.0f} s", file=sys.stderr, flush=True)
+    with open(os.devnull, "wb") as nowhere, contextlib.ExitStack() as stack:
+        processes = []
+        for stage in stages:
+            about = json.dumps({**asdict(stage), "first": 0, "pipe": nowhere.fileno()})
+            process = subprocess.Popen(
+                [*command, "--child", about],
+                stdout=nowhere,
+                stderr=nowhere,
+                pass_fds=[nowhere.fileno()],
+                start_new_session=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(_kill, process)
+            processes.append(process)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
+
 def _run_stage(
     report: Report, stage: Stage, command: Sequence[str], deadline: float, case_seconds: float
 ) -> None:

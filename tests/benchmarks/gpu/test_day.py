@@ -101,9 +101,28 @@ def test_no_stage_outlives_the_day(
     assert found == {"hang": "hung", "a": "left out", "its process": "failed"}
 
 
+def test_stages_run_side_by_side_beforehand_and_all_end(
+    module: Callable[[str], Any], stage: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each notes its process, and only the one that hangs is ended."""
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import os, sys, time\n"
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').close()\n"
+        "time.sleep(1000 * ('hang' in sys.argv[-1]))\n"
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.end', 'w').close()\n"
+    )
+    command = [sys.executable, "-I", "-S", str(child)]
+    beforehand = module("harness.stages").compile_beforehand
+    beforehand((stage("a"), stage("hang"), stage("b")), command, 10.0)
+    begun, ended = ({path.stem for path in tmp_path.glob(f"*.{end}")} for end in ("pid", "end"))
+    assert (len(begun), len(ended)) == (3, 2)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in begun)
+
+
 def test_all_stages_fit_into_the_day(module: Callable[[str], Any]) -> None:
     day, parts = module("day"), module("parts")
-    assert sum(stage.seconds for stage in day.DAY) <= day.SECONDS
+    assert day.BEFOREHAND + sum(stage.seconds for stage in day.DAY) <= day.SECONDS
     for stage in day.DAY:
         for part in stage.parts:
             assert part in parts.FAMILY
