@@ -18,7 +18,9 @@ from weft.models.plan.hardware import read_slice
 from weft.serving.cli import compile
 from weft.serving.config.settings import EngineConfig
 
-CONFIG = EngineConfig(model="m", backend="jax", max_num_seqs=8, max_num_batched_tokens=256)
+CONFIG = EngineConfig(
+    model="m", backend="jax", max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048
+)
 
 
 def test_the_report_tells_traffic_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +59,7 @@ def test_the_smallest_slice_that_fits_is_named(
     """One size smaller, a chip's ledger refuses the model."""
     (tmp_path / "config.json").write_text(json.dumps(model))
     spec = read_spec(tmp_path)
-    told = compile._slice_that_fits(CONFIG, spec, "bfloat16", 2048, "v5e")
+    told = compile._slice_that_fits(CONFIG, spec, "bfloat16", "v5e")
     assert told == f"it would fit on {says}"
     tp = int(says.rpartition(" ")[2])
     config = replace(CONFIG, tp=tp)
@@ -78,7 +80,7 @@ def test_the_planner_divides_a_chip_as_the_compiler_does(tmp_path: Path) -> None
         max_num_seqs=4096,
         max_num_batched_tokens=4096,
         block_size=64,
-        memory_fraction=config.memory_fraction,
+        memory_fraction=config.capacity.memory_fraction,
     )
     found = choices(spec, read_slice("v5e:2x2"), limits, dtype="bfloat16")
     (four,) = (choice for choice in found if choice.layout.tp == 4)
@@ -89,12 +91,12 @@ def test_the_planner_divides_a_chip_as_the_compiler_does(tmp_path: Path) -> None
 def test_no_slice_is_named_for_a_model_that_does_not_divide(tmp_path: Path) -> None:
     large = LLAMA_8B | {"intermediate_size": 48 * 14336, "num_attention_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps(large | {"num_key_value_heads": 1}))
-    told = compile._slice_that_fits(CONFIG, read_spec(tmp_path), "bfloat16", 2048, "v5e")
+    told = compile._slice_that_fits(CONFIG, read_spec(tmp_path), "bfloat16", "v5e")
     assert told == "no v5e slice over which it can be split is large enough"
 
 
 def test_memory_for_the_cache_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     config = replace(CONFIG, kv_cache_memory=30 << 30, max_num_seqs=4096)
-    told = compile._slice_that_fits(config, read_spec(tmp_path), "bfloat16", 2048, "v5e")
+    told = compile._slice_that_fits(config, read_spec(tmp_path), "bfloat16", "v5e")
     assert "1x1" not in told

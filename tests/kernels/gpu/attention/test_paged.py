@@ -441,7 +441,7 @@ FAULTS = {
     ),
     "requests that are mixed up": ("+ middle <= tile", "+ middle < tile"),
     "no fade": ("total * fade[:, None]", "total"),
-    "a slot of another page": ("* PAGE + at % PAGE", "* PAGE + at % 2"),
+    "a slot of another page": ("+ head, at % PAGE", "+ head, at % 2"),
     "no softcap": ("if SOFTCAP > 0:", "if SOFTCAP < 0:"),
     "a sink that is scaled": ("other=0.0).to(tl.float32) * LOG2E", "other=0.0).to(tl.float32)"),
     "keys without their scale": ("if cache.k_scale is not None:", "if False:"),
