@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from weft.errors import ModelError, shown
+from weft.errors import shown
+from weft.models.spec import quantization
 from weft.models.spec.config_fields import SIMILAR, Fields
 
 Effect = Literal["read", "only", "harmless", "unknown"]
@@ -30,6 +31,7 @@ READ = frozenset(
         "num_hidden_layers",
         "num_key_value_heads",
         "original_max_position_embeddings",
+        "quantization_config",
         "rms_norm_eps",
         "rope_parameters",
         "rope_scaling",
@@ -94,7 +96,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "number_of_conv_states": (),
     "partial_rotary_factor": (1, 1.0),
     "per_layer_config": (),
-    "quantization_config": (),
     "sliding_window": (),
     "text_config": (),
     "text_encoder": (),
@@ -192,8 +193,6 @@ def refuse_others(fields: Fields, model_type: str) -> None:
     Raises:
         ModelError: a field has another value.
     """
-    if fields.has("quantization_config"):
-        raise _quantized(fields)
     _check({name: ONLY[name] for name in ONLY if effect(name, model_type) == "only"}, fields)
     for section in ROPE_SECTIONS:
         _check(ROPE_ONLY, fields.section(section))
@@ -211,7 +210,7 @@ def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
     for section in ROPE_SECTIONS:
         inner = config.get(section) or {}
         found += [f"{section}.{hint}" for hint in _hints(inner, ROPE_READ, rope_effect)]
-    return found
+    return [*found, *quantization.unread(config)]
 
 
 def _hints(
@@ -230,13 +229,3 @@ def _check(only: Mapping[str, tuple[Any, ...]], fields: Fields) -> None:
         if value is not None and not known:
             raise fields.error(name, " or ".join(map(shown, allowed)) or "no such field")
 
-
-def _quantized(fields: Fields) -> ModelError:
-    """Return the error for a quantized checkpoint; it names the method."""
-    config = fields.values["quantization_config"]
-    method = config.get("quant_method") if isinstance(config, dict) else config
-    return ModelError(
-        f"{fields.source}: quantization_config.quant_method is {shown(method)}; weft does not "
-        "support quantized checkpoints yet: give the original model, and --quantization int8 for "
-        "less memory on CPUs"
-    )

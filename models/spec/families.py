@@ -20,6 +20,7 @@ from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
 from weft.models.spec.config_table import refuse_others, unread
 from weft.models.spec.decoder import Decoder
+from weft.models.spec.quantization import UNUSED, read_quantization
 from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
 
 
@@ -39,6 +40,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     # transformers goes by the type: another family's may have tensors with the same names.
     fields.choice("model_type", (family.model_type,), default=family.model_type)
     refuse_others(fields, family.model_type)
+    quantization = read_quantization(fields)
     decoder = Decoder.read(fields)
     tied = fields.flag("tie_word_embeddings", False)
     context = fields.integer("max_position_embeddings", family.max_position_embeddings)
@@ -57,7 +59,8 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         layers=tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers)),
         norm=decoder.norm("model.norm"),
         lm_head=None if tied else decoder.table("lm_head"),
-        skipped=SKIPPED,
+        skipped=SKIPPED if quantization is None else SKIPPED + UNUSED,
+        quantization=quantization,
     )
 
 

@@ -6,7 +6,7 @@ axes to ranks without knowing any names.
 
 All described models are decoders with RMSNorm before attention and before the feed-forward, rotary
 positions (halves convention), and SiLU-gated MLPs or routed experts. Not described: encoders, cross
-attention, ALiBi, latent attention, shared experts, quantised weights.
+attention, ALiBi, latent attention, shared experts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from weft.models.spec.quantization import Quantization
 
 if TYPE_CHECKING:
     import numpy as np
@@ -204,6 +206,8 @@ class ModelSpec:
         norm_eps: added to the mean square in every RMSNorm.
         lm_head: None if it shares the embedding's weight (tied).
         skipped: name patterns for tensors in a checkpoint that weft does not use.
+        quantization: how the checkpoint stores matrices; None if none is quantised. The loader
+            converts them, so that all sizes here are without quantisation.
         is_first: whether this stage embeds the tokens.
         is_last: whether this stage makes the logits.
     """
@@ -223,6 +227,7 @@ class ModelSpec:
     norm: WeightSpec
     lm_head: WeightSpec | None
     skipped: tuple[str, ...] = ()
+    quantization: Quantization | None = None
     is_first: bool = True
     is_last: bool = True
 

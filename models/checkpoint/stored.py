@@ -1,0 +1,305 @@
+"""What a checkpoint stores for one tensor: the tensor itself, or a quantised matrix in parts.
+
+`join_quantized` finds the parts of each quantised matrix by their names: numbers, scales, zero
+points. The loader then sees one entry with the matrix's own name and shape, and reads any part of
+it as float32. Scales that are not finite, or zero, are errors: they make all numbers in a block
+wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.errors import ModelError
+from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
+from weft.models.spec.quantization import SECTION, Format, Quantization, QuantSpec
+
+DTYPE_BYTES = {
+    **{"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2},
+    **{"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1},
+}
+"""Bytes per element of safetensors' dtypes."""
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file, as the file's header describes it; `name` is its name there."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A quantised matrix in a checkpoint, or one for each expert.
+
+    Attributes:
+        spec: its format.
+        name: the matrix's own name, without the format's suffix.
+        shape: the matrix's own shape.
+        codes, scales: the tensors with its numbers and their scales.
+        zeros: the tensor with zero points, if the format has some.
+        order: a GPTQ matrix's group of each column; it must be in order.
+        size: a packed matrix's tensor with its shape.
+    """
+
+    spec: QuantSpec
+    name: str
+    shape: tuple[int, ...]
+    codes: Entry
+    scales: Entry
+    zeros: Entry | None = None
+    order: Entry | None = None
+    size: Entry | None = None
+
+    @property
+    def file(self) -> Path:
+        """The file with the numbers."""
+        return self.codes.file
+
+    @property
+    def bytes(self) -> int:
+        """Size in the files."""
+        parts = (self.codes, self.scales, self.zeros, self.order, self.size)
+        return sum(part.bytes for part in parts if part is not None)
+
+    def read(self, index: Index, get: Callable[[Entry], Tensor]) -> Tensor:
+        """Return a part of the matrix, float32.
+
+        Args:
+            index: the part, one slice per axis; a number selects an expert.
+            get: maps a tensor.
+
+        Raises:
+            ModelError: a scale is zero or not finite, or the parts contradict each other.
+        """
+        expert = tuple(each for each in index if isinstance(each, int))
+        rows, columns = (each for each in index if isinstance(each, slice))
+        if self._is_transposed:
+            rows, columns = columns, rows
+        self._check_small_parts(get)
+        scales = get(self.scales)[expert]
+        zeros = None if self.zeros is None else get(self.zeros)
+        blocks = self._blocks
+        grid = scale_grid(self.spec, scales, blocks)
+        self._check_scales(grid)
+        points = zero_grid(self.spec, zeros, blocks)
+        part = dequantize(self.spec, get(self.codes)[expert], grid, points, rows, columns)
+        return part.t() if self._is_transposed else part
+
+    @property
+    def _is_transposed(self) -> bool:
+        """True if `shape` has [in, out] for each expert."""
+        return self.spec.format == "mxfp4"
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        """How many blocks each matrix has in each direction."""
+        return _blocks(self.spec, self.shape)
+
+    def _check_scales(self, grid: Tensor) -> None:
+        wrong = grid[(grid == 0) | ~grid.isfinite()]
+        if wrong.numel():
+            raise ModelError(
+                f"{self.scales.file}: {self.scales.name} holds {wrong[0].item()}; a scale is a "
+                "finite number other than 0, so the file is damaged"
+            )
+
+    def _check_small_parts(self, get: Callable[[Entry], Tensor]) -> None:
+        """Compare a stored shape, and a stored order of columns, with the matrix."""
+        if self.size is not None and (shape := tuple(get(self.size).tolist())) != self.shape:
+            raise ModelError(
+                f"{self.size.file}: {self.size.name} holds {shape}; {self.codes.name} and "
+                f"config.json say {self.shape}"
+            )
+        if self.order is not None:
+            columns = self.shape[1]
+            straight = torch.arange(columns) // (self.spec.block[1] or columns)
+            if not get(self.order).equal(straight.to(torch.int32)):
+                raise ModelError(
+                    f"{self.order.file}: {self.order.name} reorders the columns (act-order); weft "
+                    "supports desc_act false alone"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The ends of names in one format.
+
+    Attributes:
+        codes: of the numbers; their dtype.
+        own: of the matrix itself, in place of `codes`.
+        scales: of the scales; the first that is there counts.
+        zeros, order, size: of the other parts.
+    """
+
+    codes: str
+    dtype: str
+    scales: tuple[str, ...]
+    own: str = ""
+    zeros: str | None = None
+    order: str | None = None
+    size: str | None = None
+
+    def match(self, entry: Entry) -> bool:
+        """Tell whether a tensor is the numbers of a matrix in this format."""
+        if entry.dtype != self.dtype or not entry.name.endswith(self.codes):
+            return False
+        return self.zeros is None or not entry.name.endswith(self.zeros)
+
+
+_GPTQ = _Names(".qweight", "I32", (".scales",), ".weight", zeros=".qzeros", order=".g_idx")
+NAMES: dict[Format, _Names] = {
+    "fp8": _Names("", "F8_E4M3", ("_scale_inv", "_scale")),
+    "int8": _Names("", "I8", ("_scale",), zeros="_zero_point"),
+    "packed": _Names("_packed", "I32", ("_scale",), zeros="_zero_point", size="_shape"),
+    "awq": _Names(".qweight", "I32", (".scales",), ".weight", zeros=".qzeros"),
+    "gptq": _GPTQ,
+    "gptq_v2": _GPTQ,
+    "mxfp4": _Names("_blocks", "U8", ("_scales",)),
+}
+
+
+def join_quantized(
+    stored: Mapping[str, Entry], quantization: Quantization | None
+) -> dict[str, Entry | Quantized]:
+    """Replace the parts of each quantised matrix by one entry with the matrix's name.
+
+    Args:
+        stored: every tensor in the checkpoint, by name.
+        quantization: the checkpoint's; None leaves all as it is.
+
+    Raises:
+        ModelError: a part is missing, has a wrong shape or dtype, or config.json says otherwise.
+    """
+    joined: dict[str, Entry | Quantized] = dict(stored)
+    if quantization is None:
+        return joined
+    formats = {NAMES[each] for each in quantization.formats}
+    for codes in stored.values():
+        names = next((each for each in formats if each.match(codes)), None)
+        if names is None:
+            continue
+        matrix = _join(codes, names, stored, quantization)
+        for part in (matrix.codes, matrix.scales, matrix.zeros, matrix.order, matrix.size):
+            if part is not None:
+                joined.pop(part.name, None)
+        if matrix.name in joined:
+            raise ModelError(f"{codes.file} has both {codes.name} and {matrix.name}")
+        joined[matrix.name] = matrix
+    return joined
+
+
+def _join(
+    codes: Entry, names: _Names, stored: Mapping[str, Entry], quantization: Quantization
+) -> Quantized:
+    stem = codes.name.removesuffix(names.codes)
+    name = stem + names.own
+    spec = quantization.of(name.removesuffix(".weight"))
+    if spec is None or NAMES[spec.format] != names:
+        said = "is not quantized" if spec is None else f"is quantized as {spec.format}"
+        raise ModelError(
+            f"{codes.file}: {codes.name} is {codes.dtype}; by {SECTION} in config.json, "
+            f"{name} {said}"
+        )
+
+    def part(*ends: str | None) -> Entry | None:
+        return next((stored[stem + end] for end in ends if end and stem + end in stored), None)
+
+    scales, zeros = part(*names.scales), part(names.zeros) if spec.zero_points else None
+    lacking = stem + names.scales[0] if scales is None else None
+    if spec.zero_points and zeros is None:
+        lacking = f"{stem}{names.zeros}"
+    if scales is None or lacking:
+        raise ModelError(
+            f"{codes.file} has {codes.name}, but no safetensors file has {lacking}; "
+            "get the checkpoint again"
+        )
+    shape = _shape(spec, codes)
+    matrix = Quantized(
+        spec, name, shape, codes, scales, zeros, part(names.order), part(names.size)
+    )
+    _check_parts(matrix)
+    return matrix
+
+
+def _shape(spec: QuantSpec, codes: Entry) -> tuple[int, ...]:
+    """Return the matrix's own shape.
+
+    transformers stores experts that were mxfp4 as [experts, in, out].
+
+    Raises:
+        ModelError: the codes have a wrong number of dimensions.
+    """
+    shape, per_word = codes.shape, 32 // spec.bits
+    match spec.format, shape:
+        case "fp8" | "int8", (_, _) | (_, _, _):
+            return shape
+        case "packed", (rows, words):
+            return rows, words * per_word
+        case "awq", (columns, words):
+            return words * per_word, columns
+        case "gptq" | "gptq_v2", (words, rows):
+            return rows, words * per_word
+        case "mxfp4", (experts, rows, groups, 16):
+            return experts, groups * 32, rows
+    raise ModelError(
+        f"{codes.file}: {codes.name} has shape {shape}; no {spec.format} matrix has this shape"
+    )
+
+
+def _blocks(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many blocks a matrix has in each direction."""
+    rows, columns = reversed(shape[-2:]) if spec.format == "mxfp4" else shape[-2:]
+    height, width = (size or whole for size, whole in zip(spec.block, (rows, columns), strict=True))
+    return -(-rows // height), -(-columns // width)
+
+
+def _check_parts(matrix: Quantized) -> None:
+    """Compare the headers of scales and zero points with the matrix's blocks."""
+    spec, lead = matrix.spec, matrix.shape[:-2]
+    rows, columns = _blocks(spec, matrix.shape)
+    per_word = 32 // spec.bits
+    transposed = spec.format in ("awq", "gptq", "gptq_v2")
+    grid = (columns, rows) if transposed else (rows, columns)
+    # A single scale, or one for each row, may lack the other axes.
+    shapes = [(*lead, *grid)]
+    shapes += [(*lead, rows)] if columns == 1 else []
+    shapes += [lead] if rows == columns == 1 else []
+    dtypes = ("U8",) if spec.format == "mxfp4" else SCALE_DTYPES
+    _check_part(matrix.scales, shapes, dtypes)
+    if matrix.zeros is None:
+        return
+    if spec.format == "packed":
+        _check_part(matrix.zeros, [(-(-rows // per_word), columns)], ("I32",))
+    elif transposed:
+        _check_part(matrix.zeros, [(columns, rows // per_word)], ("I32",))
+    else:
+        _check_part(matrix.zeros, shapes, ("I8",))
+
+
+def _check_part(entry: Entry, shapes: list[tuple[int, ...]], dtypes: tuple[str, ...]) -> None:
+    if entry.shape not in shapes:
+        raise ModelError(
+            f"{entry.file}: {entry.name} has shape {entry.shape}; by config.json it is {shapes[0]}"
+        )
+    if entry.dtype not in dtypes:
+        raise ModelError(
+            f"{entry.file}: {entry.name} is {entry.dtype}; supported is {', '.join(dtypes)}"
+        )

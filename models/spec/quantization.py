@@ -1,0 +1,409 @@
+"""Quantised checkpoints: config.json's `quantization_config` -> Quantization.
+
+Each method is one entry in `METHODS`: the fields that weft reads, the fields with supported values,
+and the fields without an effect on the weights. Sources: transformers' quantization_config.py (fp8,
+awq, gptq, mxfp4), the package compressed-tensors, and the export of NVIDIA's ModelOpt.
+
+Activations stay in the compute dtype, so fields for their quantisation have no effect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import Any, Literal
+
+from weft.errors import ModelError, shown
+from weft.models.spec.config_fields import Fields
+
+SECTION = "quantization_config"
+Format = Literal["fp8", "int8", "packed", "awq", "gptq", "gptq_v2", "mxfp4"]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """How a checkpoint stores a quantised matrix, [out, in].
+
+    Attributes:
+        format: "fp8": float8 e4m3 numbers. "int8": int8 numbers. "packed": compressed-tensors'
+            int32 words. "awq", "gptq", "gptq_v2": words of these methods. "mxfp4": pairs of fp4
+            e2m1 numbers in bytes.
+        block: rows and columns that share a scale; 0 stands for all.
+        bits: of one number.
+        zero_points: whether each block has a zero point, too.
+    """
+
+    format: Format
+    block: tuple[int, int]
+    bits: int = 8
+    zero_points: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The quantised matrices in a checkpoint.
+
+    Attributes:
+        groups: pairs of a regular expression for module names, and their QuantSpec. The first match
+            counts.
+        ignored: a regular expression for the names of modules that are not quantised.
+    """
+
+    groups: tuple[tuple[str, QuantSpec], ...]
+    ignored: str
+
+    def of(self, module: str) -> QuantSpec | None:
+        """Return a module's QuantSpec; None if the module is not quantised."""
+        if re.match(self.ignored, module):
+            return None
+        return next((spec for pattern, spec in self.groups if re.match(pattern, module)), None)
+
+    @property
+    def formats(self) -> frozenset[Format]:
+        """The formats in use."""
+        return frozenset(spec.format for _, spec in self.groups)
+
+
+UNUSED = (
+    *("*.input_scale", "*.input_zero_point", "*activation_scale"),
+    *("*.output_scale", "*.output_zero_point"),
+    *("*.q_scale", "*.k_scale", "*.v_scale", "*.q_zero_point", "*.k_zero_point", "*.v_zero_point"),
+)
+"""Tensors for quantised activations and caches. weft quantises neither, so they have no effect."""
+
+NONE = r"(?!)"
+ALL = ""
+"""Regular expressions that match no name, and all names."""
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """Read `quantization_config`; None if the model is not quantised.
+
+    Raises:
+        ModelError: the method, or a field's value, is not supported.
+    """
+    if not fields.has(SECTION):
+        return None
+    section = fields.section(SECTION)
+    method = METHODS[section.choice("quant_method", tuple(METHODS), default="")]
+    _check(section, method.only)
+    return method.read(section)
+
+
+def unread(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the unknown fields in an accepted config's `quantization_config`."""
+    section = config.get(SECTION) or {}
+    if section:
+        method = METHODS[section["quant_method"]]
+        known = {"quant_method", *method.fields, *method.only, *method.harmless}
+        unknown = (name for name, value in section.items() if value is not None)
+        yield from (f"{SECTION}.{name}" for name in unknown if name not in known)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One `quant_method`.
+
+    Attributes:
+        read: reads the section.
+        fields: the fields that it reads.
+        only: fields with their supported values; null is the same as absent.
+        harmless: fields without an effect on the weights.
+    """
+
+    read: Callable[[Fields], Quantization]
+    fields: frozenset[str]
+    only: Mapping[str, tuple[Any, ...]]
+    harmless: frozenset[str]
+
+
+def _fp8(fields: Fields) -> Quantization:
+    block = _block(fields, "weight_block_size") if fields.has("weight_block_size") else (0, 0)
+    names = "modules_to_not_convert" if fields.has("modules_to_not_convert") else "ignored_layers"
+    return Quantization(((ALL, QuantSpec("fp8", block)),), _transformers_names(fields, names))
+
+
+def _modelopt(fields: Fields) -> Quantization:
+    fields.choice("quant_algo", ("FP8",), default="")
+    # ModelOpt writes `ignore` into config.json, and `exclude_modules` into hf_quant_config.json.
+    names = "ignore" if fields.has("ignore") else "exclude_modules"
+    patterns = [translate(each) for each in _strings(fields, names)]
+    patterns += [translate(f"{each}.*") for each in _strings(fields, names)]
+    return Quantization(((ALL, QuantSpec("fp8", (0, 0))),), _any_of(fields, names, patterns))
+
+
+def _awq(fields: Fields) -> Quantization:
+    spec = QuantSpec("awq", (1, _group_size(fields)), bits=4, zero_points=True)
+    return Quantization(((ALL, spec),), _transformers_names(fields, "modules_to_not_convert"))
+
+
+def _gptq(fields: Fields) -> Quantization:
+    bits = fields.integer("bits")
+    if bits not in (4, 8):
+        raise fields.error("bits", "4 or 8")
+    name = "checkpoint_format" if fields.has("checkpoint_format") else "format"
+    version = fields.choice(name, ("gptq", "gptq_v2"), default="gptq")
+    dynamic = fields.section("dynamic").values
+    if changed := [each for each in dynamic if not each.startswith("-:")]:
+        raise ModelError(
+            f"{fields.source}: {fields.prefix}dynamic has {shown(changed[0])}; supported are names "
+            "that begin with -:, for modules without quantization"
+        )
+    patterns = [each.removeprefix("-:") for each in dynamic]
+    spec = QuantSpec(
+        "gptq" if version == "gptq" else "gptq_v2",
+        (1, _group_size(fields)),
+        bits=bits,
+        zero_points=True,
+    )
+    return Quantization(((ALL, spec),), _any_of(fields, "dynamic", patterns))
+
+
+def _mxfp4(fields: Fields) -> Quantization:
+    spec = QuantSpec("mxfp4", (1, 32), bits=4)
+    return Quantization(((ALL, spec),), _transformers_names(fields, "modules_to_not_convert"))
+
+
+def _compressed_tensors(fields: Fields) -> Quantization:
+    for name in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+        section = fields.section(name)
+        if section.values and section.values.get("format") != "dense":
+            raise fields.error(name, "none: weft supports quantization alone")
+    groups = fields.section("config_groups")
+    if not groups.values:
+        raise fields.error("config_groups", "at least one group")
+    by_name, by_class = [], []
+    for name in groups.values:
+        group = groups.section(name)
+        if not group.has("weights"):
+            continue  # quantises activations only
+        spec = _compressed_tensors_group(group, fields)
+        targets = _strings(group, "targets")
+        # As in compressed-tensors, a module's name comes before its class.
+        by_name.append((_compressed_tensors_names(group, "targets"), spec))
+        by_class += [(ALL, spec)] if "Linear" in targets else []
+    return Quantization((*by_name, *by_class), _compressed_tensors_names(fields, "ignore"))
+
+
+def _compressed_tensors_group(group: Fields, section: Fields) -> QuantSpec:
+    _check_known(group, GROUP)
+    weights = group.section("weights")
+    _check_known(weights, WEIGHTS)
+    _check(weights, {"dynamic": (False,), "actorder": (False, "weight", "static")})
+    holder = group if group.has("format") else section
+    stored = holder.choice("format", tuple(COMPRESSED), default="")
+    kind = weights.choice("type", ("int", "float"), default="int")
+    if kind not in COMPRESSED[stored]:
+        raise holder.error("format", f"not {stored!r} with {weights.prefix}type {kind!r}")
+    bits = weights.integer("num_bits", 8)
+    if bits not in ((8,) if kind == "float" else (4, 8)):
+        raise weights.error("num_bits", "8" if kind == "float" else "4 or 8")
+    symmetric = weights.flag("symmetric", True)
+    if kind == "float" and not symmetric:
+        raise weights.error("symmetric", "true, with type 'float'")
+    packed = stored == "pack-quantized"
+    block = _compressed_tensors_block(weights, packed)
+    form: Format = "packed" if packed else "int8" if kind == "int" else "fp8"
+    return QuantSpec(form, block, bits=bits, zero_points=not symmetric)
+
+
+def _compressed_tensors_block(weights: Fields, packed: bool) -> tuple[int, int]:
+    size = weights.values.get("group_size")
+    default = "tensor" if size is None else "channel" if size == -1 else "group"
+    allowed = ("channel", "group") if packed else ("tensor", "channel", "group", "block")
+    strategy = weights.choice("strategy", allowed, default=default)
+    if strategy == "block":
+        return _block(weights, "block_structure")
+    if strategy == "group":
+        return 1, weights.integer("group_size")
+    return (1, 0) if strategy == "channel" else (0, 0)
+
+
+COMPRESSED = {
+    "float-quantized": ("float",),
+    "int-quantized": ("int",),
+    "naive-quantized": ("float", "int"),
+    "pack-quantized": ("int",),
+}
+"""compressed-tensors' formats, with their types of numbers."""
+GROUP = frozenset({"format", "input_activations", "output_activations", "targets", "weights"})
+WEIGHTS = frozenset(
+    {
+        "actorder",
+        "block_structure",
+        "dynamic",
+        "group_size",
+        "num_bits",
+        "observer",
+        "observer_kwargs",
+        "scale_dtype",
+        "strategy",
+        "symmetric",
+        "type",
+        "zp_dtype",
+    }
+)
+"""All fields of a group and of its weights; compressed-tensors refuses others, too."""
+
+
+METHODS = {
+    "fp8": Method(
+        _fp8,
+        frozenset({"ignored_layers", "modules_to_not_convert", "weight_block_size"}),
+        {
+            "activation_scheme": ("dynamic", "static"),
+            "expert_dtype": ("fp8",),
+            "fmt": ("e4m3", "float8_e4m3fn"),
+            "scale_fmt": ("float", "ue8m0"),
+        },
+        # The tensors themselves say which other modules are quantised.
+        frozenset({"dequantize", "is_checkpoint_fp8_serialized", "modules_to_convert"}),
+    ),
+    "compressed-tensors": Method(
+        _compressed_tensors,
+        frozenset(
+            {
+                "config_groups",
+                "format",
+                "ignore",
+                "moe_sparsity_config",
+                "sparsity_config",
+                "transform_config",
+            }
+        ),
+        {"quantization_status": ("compressed", "frozen")},
+        frozenset({"global_compression_ratio", "kv_cache_scheme", "run_compressed", "version"}),
+    ),
+    "modelopt": Method(
+        _modelopt,
+        frozenset({"exclude_modules", "ignore", "quant_algo"}),
+        {},
+        # Its groups repeat what `quant_algo` says.
+        frozenset({"config_groups", "kv_cache_quant_algo", "kv_cache_scheme", "producer"}),
+    ),
+    "awq": Method(
+        _awq,
+        frozenset({"group_size", "modules_to_not_convert"}),
+        {
+            "bits": (4,),
+            "format": ("gemm",),
+            "version": ("gemm", "GEMM"),
+            "zero_point": (True,),
+            "desc_act": (False,),
+        },
+        frozenset(
+            {
+                "backend",
+                "do_fuse",
+                "exllama_config",
+                "fuse_max_seq_len",
+                "modules_to_fuse",
+            }
+        ),
+    ),
+    "gptq": Method(
+        _gptq,
+        frozenset({"bits", "checkpoint_format", "dynamic", "format", "group_size"}),
+        {"desc_act": (False,), "is_marlin_format": (False,), "pack_dtype": ("int32",)},
+        frozenset(
+            {
+                "act_group_aware",
+                "backend",
+                "batch_size",
+                "block_name_to_quantize",
+                "cache_block_outputs",
+                "damp_percent",
+                "dataset",
+                "disable_exllama",
+                "exllama_config",
+                "lm_head",
+                "max_input_length",
+                "meta",
+                "model_file_base_name",
+                "model_name_or_path",
+                "model_seqlen",
+                "module_name_preceding_first_block",
+                "modules_in_block_to_quantize",
+                "pad_token_id",
+                "static_groups",
+                "sym",
+                "tokenizer",
+                "true_sequential",
+                "use_cuda_fp16",
+                "use_exllama",
+            }
+        ),
+    ),
+    "mxfp4": Method(
+        _mxfp4, frozenset({"modules_to_not_convert"}), {}, frozenset({"dequantize"})
+    ),
+}
+
+
+def _check(fields: Fields, only: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, allowed in only.items():
+        value = fields.values.get(name)
+        if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
+            raise fields.error(name, " or ".join(map(shown, allowed)))
+
+
+def _check_known(fields: Fields, known: frozenset[str]) -> None:
+    for name in fields.values:
+        if fields.has(name) and name not in known:
+            raise fields.error(name, "no such field")
+
+
+def _group_size(fields: Fields) -> int:
+    """Read the columns that share a scale; -1 stands for all."""
+    if fields.values.get("group_size") == -1:
+        return 0
+    return fields.integer("group_size", 128)
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int]:
+    """Read a block's rows and columns."""
+    match fields.values.get(name):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    raise fields.error(name, "[rows, columns], for example [128, 128]")
+
+
+def _strings(fields: Fields, name: str) -> list[str]:
+    values = fields.array(name)
+    if not all(isinstance(value, str) for value in values):
+        raise fields.error(name, "a list of names")
+    return values
+
+
+def _transformers_names(fields: Fields, name: str) -> str:
+    """Return an expression for transformers' rule, `should_convert_module`.
+
+    A name matches up to the end of one of its parts, as a regular expression, or at its own end.
+    """
+    patterns = [rf"(?:{each})(?:(?<=\.)|(?=\.|$))" for each in _strings(fields, name)]
+    patterns += [f".*{re.escape(each)}$" for each in _strings(fields, name)]
+    return _any_of(fields, name, patterns)
+
+
+def _compressed_tensors_names(fields: Fields, name: str) -> str:
+    """Return an expression for compressed-tensors' rule: whole names, and `re:` patterns."""
+    names = _strings(fields, name)
+    patterns = [
+        each.removeprefix("re:") if each.startswith("re:") else f"{re.escape(each)}$"
+        for each in names
+    ]
+    return _any_of(fields, name, patterns)
+
+
+def _any_of(fields: Fields, name: str, patterns: Sequence[str]) -> str:
+    """Join expressions; check them."""
+    joined = "|".join(f"(?:{pattern})" for pattern in patterns) or NONE
+    try:
+        re.compile(joined)
+    except re.error as error:
+        raise ModelError(
+            f"{fields.source}: {fields.prefix}{name} has a wrong regular expression: {error}"
+        ) from error
+    return joined
