@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -30,11 +30,17 @@ from weft.errors import ModelError
 from weft.models.checkpoint.locate import find_files
 from weft.models.memory.ledger import human_bytes
 from weft.models.spec.layout import WHOLE, Layout
-from weft.models.spec.spec import ModelSpec, TensorBlock, WeightSpec
+from weft.models.spec.spec import ModelSpec, Place, WeightSpec
 
 LM_HEAD = "lm_head.weight"
-BASE = "model."
-"""Prefix of all tensor names except the LM head's."""
+PREFIXES = (
+    ("", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+)
+"""Prefixes of tensor names in other checkpoints, with weft's: of a model saved without its LM head,
+such as an embedding model, and of the text model inside one for several modalities."""
 QUANTIZED = (".qweight", ".qzeros", "_packed", "_scale", "_scale_inv", ".scales", ".absmax")
 """Ends of names of tensors in quantized checkpoints."""
 LFS_POINTER = b"version https://git-lfs.github.com/"
@@ -70,22 +76,22 @@ class Weights:
         progress: Progress | None = None,
         layout: Layout = WHOLE,
     ) -> None:
-        self._entries, self._blocks, skipped = _check_files(path, spec)
+        self._entries, self._places, skipped = _check_files(path, spec)
         if skipped and layout.rank == 0:
             _log_skipped(skipped, spec)
         self._spec = spec
         self.layout = layout
         own = layout.of_stage(spec).weights
-        self._total = sum(size for weight in own for *_, size in self._to_read(weight))
+        self._total = sum(part.size for weight in own for part in self._to_read(weight))
         self._done = 0
         self._read: set[str] = set()
         self._progress = progress
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """Read this rank's part of a single-tensor weight, in the checkpoint's dtype.
+        """Read this rank's part of a weight without experts, in the checkpoint's dtype.
 
-        The result is a view of the mapped file: do not write to it. Each call maps the file again,
-        because touched pages leave the process only together with their mapping.
+        The result may be a view of the mapped file: do not write to it. Each call maps the file
+        again, because touched pages leave the process only together with their mapping.
 
         Raises:
             ModelError: the part holds NaN or an infinity.
@@ -96,55 +102,67 @@ class Weights:
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         """Yield this rank's tensors for a weight, one at a time, as in `read`.
 
-        A weight can have one tensor per expert. If experts are cut, only this rank's part is read.
-        Small tensors share a mapping; otherwise each would parse the file's header again.
+        A weight with experts has one tensor for each expert. If experts are cut, only this rank's
+        part is read. Small tensors share a mapping; otherwise each would parse the file's header
+        again.
         """
         file, handle, mapped = None, None, 0
-        for name, index, size in self._to_read(weight):
-            entry = self._entries[name]
+        for part in self._to_read(weight):
+            entry = self._entries[part.tensor]
             if handle is None or file != entry.file or mapped > REMAP_BYTES:
                 file, handle, mapped = entry.file, _open(entry.file), 0
-            tensor = handle.get_tensor(entry.name)[index]
+            tensor = handle.get_tensor(entry.name)[part.where]
             _check_finite(tensor, entry)
+            if part.transposed:
+                tensor = tensor.mT
+            if order := weight.head_order:
+                tensor = tensor.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
             yield tensor
-            mapped += size
-            self._count(name, index, size)
+            mapped += part.size
+            self._count(part)
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""
         return self.layout.parts(self._spec, weight)
 
-    def _to_read(self, weight: WeightSpec) -> Iterator[tuple[str, Index, int]]:
-        """Yield (name, index, bytes) for each tensor with a part for this rank.
-
-        The index selects the part. Several parts may be in one tensor.
-        """
-        part = self.parts(weight)
-        names = weight.tensor_names
-        if (block := self._blocks.get(weight.name)) is not None:
-            moved = zip(part, block.start, strict=True)
-            part = tuple(slice(axis.start + by, axis.stop + by) for axis, by in moved)
-        if weight.is_per_expert:
+    def _to_read(self, weight: WeightSpec) -> Iterator[_Part]:
+        """Yield each tensor's part for this rank. Several parts may be in one tensor."""
+        place, part = self._places[weight.name], self.parts(weight)
+        if weight.has_experts:
             experts, part = range(part[0].start, part[0].stop), part[1:]
         else:
             experts = range(1)
         size = math.prod(axis.stop - axis.start for axis in part)
+        if place.transposed:
+            part = (*part[:-2], part[-1], part[-2])
+        in_stack = weight.has_experts and not place.is_per_expert
+        more = len(place.shape) - len(part)  # axes before the weight's: experts, or one of length 1
+        if start := place.start[more:]:
+            part = tuple(slice(a.start + s, a.stop + s) for a, s in zip(part, start, strict=True))
         for expert in experts:
-            index: Index = part
-            name = names[expert] if block is None else block.name
-            if weight.is_per_expert and block is not None:
-                index = (expert, *part)
-            yield name, index, size * self._entries[name].itemsize
+            tensor = place.tensor(expert)
+            index: Index = (*([expert if in_stack else 0] * more), *part)
+            itemsize = self._entries[tensor].itemsize
+            yield _Part(tensor, index, size * itemsize, place.transposed)
 
-    def _count(self, name: str, index: Index, size: int) -> None:
+    def _count(self, part: _Part) -> None:
         """Report progress; a tensor that is read twice counts once."""
-        key = f"{name}{index}"
+        key = f"{part.tensor}{part.where}"
         if key in self._read:
             return
         self._read.add(key)
-        self._done += size
+        self._done += part.size
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+class _Part(NamedTuple):
+    """A part of a tensor: where it is, and its bytes; whether it is read transposed."""
+
+    tensor: str
+    where: Index
+    size: int
+    transposed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,38 +224,34 @@ def _damage(file: Path) -> str:
 
 def _check_files(
     path: Path, spec: ModelSpec
-) -> tuple[dict[str, _Entry], dict[str, TensorBlock], dict[str, _Entry]]:
+) -> tuple[dict[str, _Entry], dict[str, Place], dict[str, _Entry]]:
     """Compare all headers with the spec.
 
     Returns:
-        Each tensor's location, the block for each weight in its alternative place, and each skipped
-        tensor's location.
+        Each tensor's location, each weight's place, and each skipped tensor's location.
     """
     weights = list(spec.weights)
-    others = {each.name: each.alternative for each in weights if each.alternative is not None}
-    known = {name for each in weights for name in each.tensor_names}
-    known.update(block.name for block in others.values())
+    tensors = {
+        place: place.tensors(each.shape[0]) for each in weights for place in each.known_places
+    }
+    known = {name for names in tensors.values() for name in names}
     entries: dict[str, _Entry] = {}
     for file in find_files(path):
         handle = _open(file)
         held: list[str] = handle.keys()
         for stored in held:
-            # A model saved without its LM head, such as an embedding model, has names without this
-            # prefix.
-            name = f"{BASE}{stored}" if f"{BASE}{stored}" in known else stored
+            name = _known_name(stored, known)
             if name in entries:
                 raise ModelError(f"{entries[name].file} and {file} both have {name}")
             header = handle.get_slice(stored)
             entries[name] = _Entry(file, stored, tuple(header.get_shape()), header.get_dtype())
-    blocks: dict[str, TensorBlock] = {}
-    expected: dict[str, tuple[int, ...]] = {}
-    for weight in weights:
-        names, block = weight.tensor_names, others.get(weight.name)
-        if block is None or block.name not in entries or any(name in entries for name in names):
-            expected |= dict.fromkeys(names, weight.tensor_shape)
-        else:
-            blocks[weight.name] = block
-            expected[block.name] = block.shape
+
+    def fits(place: Place) -> tuple[bool, bool]:
+        found = next((entries[name] for name in tensors[place] if name in entries), None)
+        return found is not None, found is not None and found.shape == place.shape
+
+    places = {weight.name: max(weight.known_places, key=fits) for weight in weights}
+    expected = {name: place.shape for place in places.values() for name in tensors[place]}
     rest = {name: entry for name, entry in entries.items() if name not in expected}
     lm_head = rest.pop(LM_HEAD, None) if spec.lm_head is None else None
     if unexpected := [name for name in rest if not _patterns(name, spec)]:
@@ -248,7 +262,15 @@ def _check_files(
         _check_tensor(entries[name], shape)
     if lm_head is not None:
         _check_tied(entries[spec.embedding.name], lm_head)
-    return entries, blocks, rest
+    return entries, places, rest
+
+
+def _known_name(stored: str, known: Set[str]) -> str:
+    """Return the known name of a tensor; its own if no prefix leads to one."""
+    for prefix, ours in PREFIXES:
+        if stored.startswith(prefix) and (name := ours + stored[len(prefix) :]) in known:
+            return name
+    return stored
 
 
 def _patterns(name: str, spec: ModelSpec) -> list[str]:
