@@ -168,7 +168,7 @@ def predict(model: str, tp: int, ep: int, users: int, gpu: Any) -> tuple[Row, An
     layout = Layout(tp=tp, ep=ep)
     recorded = record(spec, layout, users, CONTEXT, gpu)
     blocks = [layer.feed_forward for layer in spec.layers]
-    top_k = max(block.top_k if isinstance(block, MoeSpec) else 1 for block in blocks)
+    top_k = max(block.router.top_k if isinstance(block, MoeSpec) else 1 for block in blocks)
     batch = Batch(users, CONTEXT, top_k, spec.hidden_size)
     costs = [cost_of(launch, gpu, batch) for launch in recorded.whole]
     sizes = recordings(layout, users, MAX_TOKENS, overlapped=layout.world_size > 1)
@@ -206,7 +206,7 @@ def floor(spec: ModelSpec, layout: Layout, users: int) -> float:
         if isinstance(block := layer.feed_forward, MoeSpec):
             experts = block.gate.shape[0]
             each = 2 * (block.gate.size + block.up.size + block.down.size) / experts
-            pairs = users * block.top_k
+            pairs = users * block.router.top_k
             chosen = experts * (1 - (1 - 1 / experts) ** pairs)
             weights -= int((experts - chosen) * each)
     return weights + users * CONTEXT * local.kv_bytes_per_token("bfloat16")

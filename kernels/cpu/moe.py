@@ -1,6 +1,6 @@
 """A mixture-of-experts MLP for the CPU: tokens sorted by expert, one packed matmul per expert.
 
-1. The router's logits give each token its k most probable experts (`route`).
+1. The router's logits give each token its k best experts (`route`).
 2. The T x k (token, expert) pairs are sorted by expert, so that each expert's tokens are
    consecutive rows.
 3. Each expert with tokens runs `down(silu(gate(x)) * up(x))` on its rows; gate and up are one
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ctypes import Array, byref
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -46,19 +46,39 @@ class MakeLinear(Protocol):
         """Make a layer from a weight [N, K]."""
 
 
-def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose each token's most probable experts, by a softmax over all (Shazeer et al. 2017).
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts and their weights (Shazeer et al. 2017).
+
+    With groups, experts are chosen only from the `top_groups` best groups. A group's score is its
+    best expert's or, with a bias, the sum of its two best (DeepSeek-V3, arXiv:2412.19437, section
+    2.1.2).
 
     Args:
         logits: [T, E], bfloat16 or float32.
         top_k: experts per token, from 1 to E.
         normalize: scale a token's weights so that they sum to 1.
+        scoring: how logits become scores: softmax over all experts, or a sigmoid each.
+        bias: float32 [E], added to the scores for the choice, but not for the weights.
+        groups: number of groups, each with E / groups consecutive experts.
+        top_groups: how many groups experts are chosen from.
+        scale: multiplies the weights after they are normalised.
 
     Returns:
-        ids int32 [T, top_k], most probable first, and their probabilities, float32 [T, top_k].
+        ids int32 [T, top_k], best first, and their weights, float32 [T, top_k].
     """
     tokens, experts = logits.shape
-    if native.supports(logits.dtype):
+    plain = scoring == "softmax" and bias is None and groups == 1 and scale == 1.0
+    if plain and native.supports(logits.dtype):
         logits = logits.contiguous()
         ids = torch.empty(tokens, top_k, dtype=torch.int32)
         weights = torch.empty(tokens, top_k)
@@ -67,10 +87,20 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
             *(ids.data_ptr(), weights.data_ptr()),
         )
         return ids, weights
-    weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    wide = logits.float()
+    scores = wide.softmax(dim=-1) if scoring == "softmax" else wide.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if top_groups < groups:
+        by_group = choice.view(tokens, groups, -1)
+        best = by_group.topk(min(2, by_group.shape[-1]) if bias is not None else 1, dim=-1).values
+        kept = best.sum(dim=-1).topk(top_groups, dim=-1).indices
+        left_out = torch.ones(tokens, groups, dtype=torch.bool).scatter_(1, kept, value=False)
+        choice = by_group.masked_fill(left_out[..., None], -torch.inf).view(tokens, experts)
+    chosen = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return chosen.to(torch.int32), weights
+    return chosen.to(torch.int32), weights * scale
 
 
 class PackedExperts:

@@ -28,7 +28,13 @@ class Rotation(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> Rotation:
+    def of(
+        cls,
+        positions: Tensor,
+        inv_freq: Tensor,
+        dtype: torch.dtype,
+        amplitudes: Tensor | None = None,
+    ) -> Rotation:
         """Compute the rotation for tokens at `positions`.
 
         It is computed for these tokens and not looked up, because a table would be as long as the
@@ -38,9 +44,13 @@ class Rotation(NamedTuple):
             positions: int [T].
             inv_freq: float32 [D / 2], radians per position.
             dtype: the result's dtype.
+            amplitudes: float32 [D / 2], multiply the rotated pairs; None for 1.
         """
         angles = positions[:, None].float() * inv_freq
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if amplitudes is not None:
+            cos, sin = cos * amplitudes, sin * amplitudes
+        cos, sin = cos.to(dtype), sin.to(dtype)
         return cls(torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1))
 
 

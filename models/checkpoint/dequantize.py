@@ -67,7 +67,7 @@ def dequantize(
         part = slice(start, min(start + step, rows.stop))
         values = result[part.start - rows.start : part.stop - rows.start]
         values[:, left : left + width] = _numbers(spec, codes, part, columns)
-        in_blocks = values.unflatten(1, (-1, block))
+        in_blocks = values.view(len(values), -1, max(block, 1))
         if zeros is not None:
             in_blocks -= _of_rows(zeros[:, blocks], spec.block[0], part)
         in_blocks *= _of_rows(scales[:, blocks], spec.block[0], part)
@@ -83,9 +83,7 @@ def scale_grid(spec: QuantSpec, scales: Tensor, blocks: tuple[int, int]) -> Tens
     return scales.to(torch.float32).reshape(blocks)
 
 
-def zero_grid(
-    spec: QuantSpec, zeros: Tensor | None, blocks: tuple[int, int]
-) -> Tensor | None:
+def zero_grid(spec: QuantSpec, zeros: Tensor | None, blocks: tuple[int, int]) -> Tensor | None:
     """Convert a matrix's stored zero points to float32 [row blocks, column blocks].
 
     Args:
@@ -158,7 +156,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 def _awq_order(numbers: Tensor) -> Tensor:
     """Put unpacked AWQ numbers into the order of the columns: 0 4 1 5 2 6 3 7 of each eight."""
-    return numbers.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
+    return numbers.view(len(numbers), -1, 2, 4).transpose(2, 3).flatten(1)
 
 
 def _of_rows(grid: Tensor, block: int, rows: slice) -> Tensor:

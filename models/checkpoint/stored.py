@@ -21,10 +21,11 @@ from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
 from weft.models.spec.quantization import SECTION, Format, Quantization, QuantSpec
 
 DTYPE_BYTES = {
-    **{"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2},
-    **{"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1},
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
 }
-"""Bytes per element of safetensors' dtypes."""
+"""Bytes per element of safetensors' dtypes; the others have 1."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 Index = tuple[int | slice, ...]
@@ -43,6 +44,10 @@ class Entry:
     def bytes(self) -> int:
         """Size in the file."""
         return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
+
+    def read(self, index: Index, get: Callable[[Entry], Tensor]) -> Tensor:
+        """Return a part of the tensor, a view; `get` maps the tensor."""
+        return get(self)[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,17 @@ NAMES: dict[Format, _Names] = {
 }
 
 
+PART_ENDS = tuple(
+    {
+        end
+        for names in NAMES.values()
+        for end in (names.codes, *names.scales, names.zeros, names.order, names.size)
+        if end
+    }
+)
+"""Ends of the names of quantised matrices' parts."""
+
+
 def join_quantized(
     stored: Mapping[str, Entry], quantization: Quantization | None
 ) -> dict[str, Entry | Quantized]:
@@ -232,9 +248,7 @@ def _join(
             "get the checkpoint again"
         )
     shape = _shape(spec, codes)
-    matrix = Quantized(
-        spec, name, shape, codes, scales, zeros, part(names.order), part(names.size)
-    )
+    matrix = Quantized(spec, name, shape, codes, scales, zeros, part(names.order), part(names.size))
     _check_parts(matrix)
     return matrix
 

@@ -8,8 +8,11 @@
    The caller converts or packs it and drops it. Loading therefore needs the model's memory plus one
    tensor, and reads only what the rank keeps. NaN or an infinity in a tensor raises a ModelError.
 
-Not handled: pickled checkpoints (they can run code), quantised weights, and writing. Overwriting a
-mapped file in place kills the process (SIGBUS); replacing it by renaming is safe.
+A quantised matrix is one entry here, with its own name and shape (stored.py). `read` converts the
+part to float32, so no backend sees the checkpoint's quantisation.
+
+Not handled: pickled checkpoints (they can run code), and writing. Overwriting a mapped file in
+place kills the process (SIGBUS); replacing it by renaming is safe.
 """
 
 from __future__ import annotations
@@ -17,32 +20,41 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
 from weft.models.checkpoint.locate import find_files
+from weft.models.checkpoint.stored import (
+    PART_ENDS,
+    Entry,
+    Index,
+    Quantized,
+    join_quantized,
+)
 from weft.models.memory.ledger import human_bytes
 from weft.models.spec.layout import WHOLE, Layout
-from weft.models.spec.spec import ModelSpec, TensorBlock, WeightSpec
+from weft.models.spec.quantization import SECTION
+from weft.models.spec.spec import ModelSpec, Place, WeightSpec
 
 LM_HEAD = "lm_head.weight"
-BASE = "model."
-"""Prefix of all tensor names except the LM head's."""
-QUANTIZED = (".qweight", ".qzeros", "_packed", "_scale", "_scale_inv", ".scales", ".absmax")
-"""Ends of names of tensors in quantized checkpoints."""
+PREFIXES = (
+    ("", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+)
+"""Prefixes of tensor names in other checkpoints, with weft's: of a model saved without its LM head,
+such as an embedding model, and of the text model inside one for several modalities."""
 LFS_POINTER = b"version https://git-lfs.github.com/"
 REMAP_BYTES = 64 * 2**20
 """Bytes read from one mapping before the file is mapped again; bounds the resident memory."""
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-
-Index = tuple[int | slice, ...]
+PLAIN_DTYPES = ("F32", "BF16", "F16")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total)."""
@@ -70,25 +82,26 @@ class Weights:
         progress: Progress | None = None,
         layout: Layout = WHOLE,
     ) -> None:
-        self._entries, self._blocks, skipped = _check_files(path, spec)
+        self._entries, self._places, skipped = _check_files(path, spec)
         if skipped and layout.rank == 0:
             _log_skipped(skipped, spec)
         self._spec = spec
         self.layout = layout
         own = layout.of_stage(spec).weights
-        self._total = sum(size for weight in own for *_, size in self._to_read(weight))
+        self._total = sum(part.size for weight in own for part in self._to_read(weight))
         self._done = 0
         self._read: set[str] = set()
         self._progress = progress
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """Read this rank's part of a single-tensor weight, in the checkpoint's dtype.
+        """Read this rank's part of a weight without experts.
 
-        The result is a view of the mapped file: do not write to it. Each call maps the file again,
-        because touched pages leave the process only together with their mapping.
+        It has the checkpoint's dtype; a quantised weight is float32. The result may be a view of
+        the mapped file: do not write to it. Each call maps the file again, because touched pages
+        leave the process only together with their mapping.
 
         Raises:
-            ModelError: the part holds NaN or an infinity.
+            ModelError: the part holds NaN or an infinity, or its scales are wrong.
         """
         (tensor,) = self.read_each(weight)
         return tensor
@@ -96,75 +109,77 @@ class Weights:
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         """Yield this rank's tensors for a weight, one at a time, as in `read`.
 
-        A weight can have one tensor per expert. If experts are cut, only this rank's part is read.
-        Small tensors share a mapping; otherwise each would parse the file's header again.
+        A weight with experts has one tensor for each expert. If experts are cut, only this rank's
+        part is read. Small tensors share a mapping; otherwise each would parse the file's header
+        again.
         """
-        file, handle, mapped = None, None, 0
-        for name, index, size in self._to_read(weight):
-            entry = self._entries[name]
-            if handle is None or file != entry.file or mapped > REMAP_BYTES:
-                file, handle, mapped = entry.file, _open(entry.file), 0
-            tensor = handle.get_tensor(entry.name)[index]
+        handles: dict[Path, Any] = {}
+        mapped = 0
+
+        def get(entry: Entry) -> Tensor:
+            if (handle := handles.get(entry.file)) is None:
+                handle = handles[entry.file] = _open(entry.file)
+            tensor: Tensor = handle.get_tensor(entry.name)
+            return tensor
+
+        for part in self._to_read(weight):
+            if mapped > REMAP_BYTES:
+                handles.clear()
+                mapped = 0
+            entry = self._entries[part.tensor]
+            tensor = entry.read(part.where, get)
             _check_finite(tensor, entry)
+            if part.transposed:
+                tensor = tensor.mT
+            if order := weight.head_order:
+                tensor = tensor.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
             yield tensor
-            mapped += size
-            self._count(name, index, size)
+            mapped += part.size
+            self._count(part)
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""
         return self.layout.parts(self._spec, weight)
 
-    def _to_read(self, weight: WeightSpec) -> Iterator[tuple[str, Index, int]]:
-        """Yield (name, index, bytes) for each tensor with a part for this rank.
-
-        The index selects the part. Several parts may be in one tensor.
-        """
-        part = self.parts(weight)
-        names = weight.tensor_names
-        if (block := self._blocks.get(weight.name)) is not None:
-            moved = zip(part, block.start, strict=True)
-            part = tuple(slice(axis.start + by, axis.stop + by) for axis, by in moved)
-        if weight.is_per_expert:
+    def _to_read(self, weight: WeightSpec) -> Iterator[_Part]:
+        """Yield each tensor's part for this rank. Several parts may be in one tensor."""
+        place, part = self._places[weight.name], self.parts(weight)
+        if weight.has_experts:
             experts, part = range(part[0].start, part[0].stop), part[1:]
         else:
             experts = range(1)
         size = math.prod(axis.stop - axis.start for axis in part)
+        if place.transposed:
+            part = (*part[:-2], part[-1], part[-2])
+        in_stack = weight.has_experts and not place.is_per_expert
+        more = len(place.shape) - len(part)  # axes before the weight's: experts, or one of length 1
+        if start := place.start[more:]:
+            part = tuple(slice(a.start + s, a.stop + s) for a, s in zip(part, start, strict=True))
         for expert in experts:
-            index: Index = part
-            name = names[expert] if block is None else block.name
-            if weight.is_per_expert and block is not None:
-                index = (expert, *part)
-            yield name, index, size * self._entries[name].itemsize
+            tensor = place.tensor(expert)
+            index: Index = (*([expert if in_stack else 0] * more), *part)
+            entry = self._entries[tensor]
+            stored = size * entry.bytes // math.prod(entry.shape)
+            yield _Part(tensor, index, stored, place.transposed)
 
-    def _count(self, name: str, index: Index, size: int) -> None:
+    def _count(self, part: _Part) -> None:
         """Report progress; a tensor that is read twice counts once."""
-        key = f"{name}{index}"
+        key = f"{part.tensor}{part.where}"
         if key in self._read:
             return
         self._read.add(key)
-        self._done += size
+        self._done += part.size
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor in a file, as the file's header describes it; `name` is its name there."""
+class _Part(NamedTuple):
+    """A part of a tensor: where it is, and its bytes there; whether it is read transposed."""
 
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element; 1 if weights cannot have this dtype."""
-        return DTYPE_BYTES.get(self.dtype, 1)
-
-    @property
-    def bytes(self) -> int:
-        """Size."""
-        return math.prod(self.shape) * self.itemsize
+    tensor: str
+    where: Index
+    size: int
+    transposed: bool
 
 
 def _open(file: Path) -> Any:
@@ -206,38 +221,29 @@ def _damage(file: Path) -> str:
 
 def _check_files(
     path: Path, spec: ModelSpec
-) -> tuple[dict[str, _Entry], dict[str, TensorBlock], dict[str, _Entry]]:
+) -> tuple[dict[str, Entry | Quantized], dict[str, Place], dict[str, Entry | Quantized]]:
     """Compare all headers with the spec.
 
     Returns:
-        Each tensor's location, the block for each weight in its alternative place, and each skipped
-        tensor's location.
+        Each tensor's location, each weight's place, and each skipped tensor's location.
     """
     weights = list(spec.weights)
-    others = {each.name: each.alternative for each in weights if each.alternative is not None}
-    known = {name for each in weights for name in each.tensor_names}
-    known.update(block.name for block in others.values())
-    entries: dict[str, _Entry] = {}
-    for file in find_files(path):
-        handle = _open(file)
-        held: list[str] = handle.keys()
-        for stored in held:
-            # A model saved without its LM head, such as an embedding model, has names without this
-            # prefix.
-            name = f"{BASE}{stored}" if f"{BASE}{stored}" in known else stored
-            if name in entries:
-                raise ModelError(f"{entries[name].file} and {file} both have {name}")
-            header = handle.get_slice(stored)
-            entries[name] = _Entry(file, stored, tuple(header.get_shape()), header.get_dtype())
-    blocks: dict[str, TensorBlock] = {}
-    expected: dict[str, tuple[int, ...]] = {}
-    for weight in weights:
-        names, block = weight.tensor_names, others.get(weight.name)
-        if block is None or block.name not in entries or any(name in entries for name in names):
-            expected |= dict.fromkeys(names, weight.tensor_shape)
-        else:
-            blocks[weight.name] = block
-            expected[block.name] = block.shape
+    tensors = {
+        place: place.tensors(each.shape[0]) for each in weights for place in each.known_places
+    }
+    known = {name for names in tensors.values() for name in names}
+    entries: dict[str, Entry | Quantized] = {}
+    for stored, entry in join_quantized(_read_headers(path), spec.quantization).items():
+        name = _known_name(stored, known)
+        if (other := entries.setdefault(name, entry)) is not entry:
+            raise ModelError(f"{other.file} and {entry.file} both have {name}")
+
+    def fits(place: Place) -> tuple[bool, bool]:
+        found = next((entries[name] for name in tensors[place] if name in entries), None)
+        return found is not None, found is not None and found.shape == place.shape
+
+    places = {weight.name: max(weight.known_places, key=fits) for weight in weights}
+    expected = {name: place.shape for place in places.values() for name in tensors[place]}
     rest = {name: entry for name, entry in entries.items() if name not in expected}
     lm_head = rest.pop(LM_HEAD, None) if spec.lm_head is None else None
     if unexpected := [name for name in rest if not _patterns(name, spec)]:
@@ -248,7 +254,29 @@ def _check_files(
         _check_tensor(entries[name], shape)
     if lm_head is not None:
         _check_tied(entries[spec.embedding.name], lm_head)
-    return entries, blocks, rest
+    return entries, places, rest
+
+
+def _read_headers(path: Path) -> dict[str, Entry]:
+    """Return every tensor in a checkpoint's files."""
+    entries: dict[str, Entry] = {}
+    for file in find_files(path):
+        handle = _open(file)
+        held: list[str] = handle.keys()
+        for name in held:
+            header = handle.get_slice(name)
+            entry = Entry(file, name, tuple(header.get_shape()), header.get_dtype())
+            if (other := entries.setdefault(name, entry)) is not entry:
+                raise ModelError(f"{other.file} and {file} both have {name}")
+    return entries
+
+
+def _known_name(stored: str, known: Set[str]) -> str:
+    """Return the known name of a tensor; its own if no prefix leads to one."""
+    for prefix, ours in PREFIXES:
+        if stored.startswith(prefix) and (name := ours + stored[len(prefix) :]) in known:
+            return name
+    return stored
 
 
 def _patterns(name: str, spec: ModelSpec) -> list[str]:
@@ -259,25 +287,30 @@ def _patterns(name: str, spec: ModelSpec) -> list[str]:
 def _unexpected(names: Sequence[str], file: Path, spec: ModelSpec) -> ModelError:
     """Return the error for tensors without a weight in the spec."""
     what = f"{file} has {_join_first(names)}, which {'is' if len(names) == 1 else 'are'}"
-    if any(name.endswith(QUANTIZED) for name in names):
-        return ModelError(
-            f"{what} quantized; weft does not support that yet, so give the original model"
-        )
+    if any(name.endswith(PART_ENDS) for name in names):
+        here = "no" if spec.quantization is None else "another"
+        return ModelError(f"{what} part of a quantized weight; config.json has {here} {SECTION}")
     return ModelError(f"{what} no part of {spec.architecture}: remove it, or correct config.json")
 
 
-def _log_skipped(skipped: Mapping[str, _Entry], spec: ModelSpec) -> None:
+def _log_skipped(skipped: Mapping[str, Entry | Quantized], spec: ModelSpec) -> None:
     patterns = sorted({_patterns(name, spec)[0] for name in skipped})
     size = human_bytes(sum(entry.bytes for entry in skipped.values()))
     logger.info("skipped tensors: %d, %s: %s", len(skipped), size, ", ".join(patterns))
 
 
-def _check_tied(embedding: _Entry, lm_head: _Entry) -> None:
+def _check_tied(embedding: Entry | Quantized, lm_head: Entry | Quantized) -> None:
     """Compare a tied model's LM head with its embedding. Some exports hold both.
 
     Raises:
         ModelError: they differ, so the config or the file is wrong.
     """
+    for each in (embedding, lm_head):
+        if isinstance(each, Quantized):
+            raise ModelError(
+                f"{each.file}: {each.name} is quantized, but config.json says tie_word_embeddings "
+                "is true; set it to false to use both tensors"
+            )
     one, other = (_open(each.file).get_slice(each.name) for each in (embedding, lm_head))
     shape = one.get_shape()
     rows = max(1, REMAP_BYTES // (4 * shape[1]))
@@ -293,7 +326,7 @@ def _check_tied(embedding: _Entry, lm_head: _Entry) -> None:
         )
 
 
-def _check_finite(tensor: Tensor, entry: _Entry) -> None:
+def _check_finite(tensor: Tensor, entry: Entry | Quantized) -> None:
     """Raise ModelError if the tensor holds NaN or an infinity.
 
     Either makes the sum NaN or infinite, and the sum takes a few percent of loading's time. A sum
@@ -307,17 +340,17 @@ def _check_finite(tensor: Tensor, entry: _Entry) -> None:
         raise ModelError(f"{entry.file}: {entry.name} holds {number}; the file is damaged")
 
 
-def _check_tensor(entry: _Entry, shape: tuple[int, ...]) -> None:
+def _check_tensor(entry: Entry | Quantized, shape: tuple[int, ...]) -> None:
     """Compare a tensor's header with its spec."""
     if entry.shape != shape:
         raise ModelError(
             f"{entry.file}: {entry.name} has shape {entry.shape}; by config.json it is {shape}"
         )
-    if entry.dtype not in DTYPE_BYTES:
-        supported = ", ".join(DTYPE_BYTES)
+    if isinstance(entry, Entry) and entry.dtype not in PLAIN_DTYPES:
+        supported = ", ".join(PLAIN_DTYPES)
         raise ModelError(
-            f"{entry.file}: {entry.name} is {entry.dtype}; supported is {supported}, so give the "
-            "model without quantization"
+            f"{entry.file}: {entry.name} is {entry.dtype}; supported is {supported}, and quantized "
+            f"weights as {SECTION} in config.json describes them"
         )
 
 

@@ -54,8 +54,10 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 def _route(layer: MoeSpec, own: Moe, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose each token's experts: their weights, float32 [T, top_k], and ids, int32 [T, top_k]."""
     logits = matmul(x, own.router).astype(x.dtype)
-    weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), layer.top_k)
-    if layer.normalize:
+    weights, experts = lax.top_k(
+        jax.nn.softmax(logits.astype(jnp.float32), axis=-1), layer.router.top_k
+    )
+    if layer.router.normalize:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     return weights, experts
 

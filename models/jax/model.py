@@ -28,7 +28,7 @@ from weft.models.jax.experts import gated, run_experts
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
-from weft.models.spec.spec import AttentionSpec, ModelSpec, MoeSpec
+from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 
 Cache = tuple[jax.Array, ...]
 """One array per layer, [num_blocks, Hk, block_size, 2 D]."""
@@ -78,19 +78,19 @@ def forward(
     plan = make_plan(batch.query_start, batch.context_len, batch.tables, len(ids))
     ids = jnp.where(ids < 0, newest[jnp.maximum(-1 - ids, 0)], ids)
     x = embed(params.embedding, ids, sharded=shape.sharded)
-    rotation = rotation_of(spec, plan.position)
+    rotations = rotations_of(spec, plan.position)
     new_cache = []
     for layer, own, pages in zip(spec.layers, params.layers, cache, strict=True):
         update, pages = _attend(
-            spec, layer.attention, own.attention, shape, x, rotation, pages, plan
+            spec, layer, own.attention, shape, x, rotations[layer.attention.rope], pages, plan
         )
         x = _add(x, update)
         if isinstance(own.feed_forward, Moe):
             assert isinstance(layer.feed_forward, MoeSpec)
-            normed = rms_norm(x, own.feed_forward.norm, spec.norm_eps)
+            normed = rms_norm(x, own.feed_forward.norm, layer.feed_forward_norm.eps)
             update = run_experts(layer.feed_forward, own.feed_forward, shape, normed)
         else:
-            update = _feed_forward(spec, own.feed_forward, shape, x)
+            update = _feed_forward(layer.feed_forward_norm.eps, own.feed_forward, shape, x)
         x = _add(x, update)
         new_cache.append(pages)
     logits = head(spec, vocab_size, params, _rows(x, batch.rows, sharded=shape.sharded))
@@ -110,7 +110,7 @@ def head(spec: ModelSpec, vocab_size: int, params: Params, x: jax.Array) -> jax.
     """[S, hidden] -> logits for this device's tokens, [S, vocab / devices], in x's dtype."""
     table = params.embedding if params.lm_head is None else params.lm_head
     logits = lax.dot_general(
-        *(rms_norm(x, params.norm, spec.norm_eps), table),
+        *(rms_norm(x, params.norm, spec.norm.eps), table),
         (((1,), (1,)), ((), ())),
         precision=precision(x),
         preferred_element_type=jnp.float32,
@@ -126,11 +126,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return wide.astype(x.dtype) * weight
 
 
-def rotation_of(spec: ModelSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine of each token's angles, float32 [T, 1, D / 2]."""
-    inverse = jnp.asarray(spec.rope.inverse_frequencies(spec.head_dim))
-    angles = positions.astype(jnp.float32)[:, None, None] * inverse
-    return jnp.cos(angles), jnp.sin(angles)
+def rotations_of(
+    spec: ModelSpec, positions: jax.Array
+) -> dict[RopeSpec, tuple[jax.Array, jax.Array]]:
+    """Return cosine and sine of each token's angles, float32 [T, 1, D / 2], for each embedding."""
+    rotations = {}
+    for rope in {layer.attention.rope: None for layer in spec.layers}:
+        inverse = jnp.asarray(rope.inverse_frequencies(spec.head_dim))
+        angles = positions.astype(jnp.float32)[:, None, None] * inverse
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        if (amplitudes := rope.amplitudes(spec.head_dim)) is not None:
+            cos, sin = cos * amplitudes, sin * amplitudes
+        rotations[rope] = cos, sin
+    return rotations
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -149,7 +157,7 @@ def _add(x: jax.Array, block: jax.Array) -> jax.Array:
 
 def _attend(
     spec: ModelSpec,
-    layer: AttentionSpec,
+    layer: LayerSpec,
     own: Attention,
     shape: Shape,
     x: jax.Array,
@@ -159,26 +167,27 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention(norm(x)), and the layer's cache with the new keys and values."""
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    qkv = block_input(rms_norm(x, own.norm, spec.norm_eps), *own.qkv, shape)
+    attention = layer.attention
+    qkv = block_input(rms_norm(x, own.norm, layer.attention_norm.eps), *own.qkv, shape)
     qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
-    if own.q_norm is not None:
-        q = rms_norm(q, own.q_norm, spec.norm_eps)
-        k = rms_norm(k, own.k_norm, spec.norm_eps)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q = rms_norm(q, own.q_norm, attention.q_norm.eps)
+        k = rms_norm(k, own.k_norm, attention.k_norm.eps)
     kernel = shape.kernels.attention
     pages = write_cache(pages, rotate(k, rotation), v, plan, kernel=kernel)
     out = paged_attention(
         *(rotate(q, rotation), pages, plan),
         decodes=shape.decodes,
-        window=layer.sliding_window,
+        window=attention.sliding_window,
         kernel=kernel,
     )
     return block_output(out.reshape(-1, heads * dim), *own.o, shape), pages
 
 
-def _feed_forward(spec: ModelSpec, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
+def _feed_forward(eps: float, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
     """down(silu(gate(norm(x))) * up(norm(x)))."""
-    normed = rms_norm(x, own.norm, spec.norm_eps)
+    normed = rms_norm(x, own.norm, eps)
     if shape.weights_travel:
         gate, up = jnp.split(own.gate_up.weight, 2, axis=1)
         bias = own.gate_up.bias

@@ -33,6 +33,7 @@ from weft.models.spec.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    NormSpec,
     WeightSpec,
 )
 
@@ -124,7 +125,7 @@ def describe(spec: ModelSpec, layout: Layout) -> Params:
             )
             for layer, own in zip(spec.layers, local.layers, strict=True)
         ),
-        norm=_vector(spec.norm),
+        norm=_norm(spec.norm),
         lm_head=None if spec.lm_head is None else _table(spec.lm_head, each),
     )
 
@@ -210,8 +211,9 @@ def _numpy(x: Tensor) -> Part:
     return np.array(x.numpy())
 
 
-def _vector(weight: WeightSpec) -> Parameter:
+def _norm(norm: NormSpec) -> Parameter:
     """Describe a norm, which every device has."""
+    weight = norm.weight
     return Parameter(
         weight.shape, partition(weight), lambda weights, dtype: weights.read(weight).to(dtype)
     )
@@ -247,31 +249,31 @@ def _linear(linears: Sequence[LinearSpec], own: Sequence[LinearSpec]) -> Linear:
     )
 
 
-def _attention(norm: WeightSpec, spec: AttentionSpec, own: AttentionSpec) -> Attention:
+def _attention(norm: NormSpec, spec: AttentionSpec, own: AttentionSpec) -> Attention:
     return Attention(
-        norm=_vector(norm),
+        norm=_norm(norm),
         qkv=_linear((spec.q, spec.k, spec.v), (own.q, own.k, own.v)),
         o=_linear((spec.o,), (own.o,)),
-        q_norm=None if spec.q_norm is None else _vector(spec.q_norm),
-        k_norm=None if spec.k_norm is None else _vector(spec.k_norm),
+        q_norm=None if spec.q_norm is None else _norm(spec.q_norm),
+        k_norm=None if spec.k_norm is None else _norm(spec.k_norm),
     )
 
 
-def _mlp(norm: WeightSpec, spec: MlpSpec, own: MlpSpec | MoeSpec) -> Mlp:
+def _mlp(norm: NormSpec, spec: MlpSpec, own: MlpSpec | MoeSpec) -> Mlp:
     assert isinstance(own, MlpSpec)
     return Mlp(
-        norm=_vector(norm),
+        norm=_norm(norm),
         gate_up=_linear((spec.gate, spec.up), (own.gate, own.up)),
         down=_linear((spec.down,), (own.down,)),
     )
 
 
-def _moe(norm: WeightSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
+def _moe(norm: NormSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
     assert isinstance(own, MoeSpec)
     experts, width, hidden = own.gate.shape
 
     def router(weights: Weights, dtype: torch.dtype) -> Tensor:
-        return weights.read(spec.router).to(dtype).t()
+        return weights.read(spec.router.weight).to(dtype).t()
 
     def each(weight: WeightSpec) -> Callable[[Weights, torch.dtype], Tensor]:
         def read(weights: Weights, dtype: torch.dtype) -> Tensor:
@@ -282,9 +284,11 @@ def _moe(norm: WeightSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
     expert_axis, width_axis, hidden_axis = partition(spec.gate)
     inward = PartitionSpec(expert_axis, hidden_axis, width_axis)
     return Moe(
-        norm=_vector(norm),
+        norm=_norm(norm),
         router=Parameter(
-            spec.router.shape[::-1], PartitionSpec(*partition(spec.router)[::-1]), router
+            spec.router.weight.shape[::-1],
+            PartitionSpec(*partition(spec.router.weight)[::-1]),
+            router,
         ),
         gate=Parameter((experts, hidden, width), inward, each(spec.gate)),
         up=Parameter((experts, hidden, width), inward, each(spec.up)),

@@ -201,7 +201,7 @@ class Program:
 
     def _compile_pool(self, tokens: int, sharded: bool) -> Any:
         owner = described(self._mesh, (tokens,), jnp.int32)
-        run = partial(_pool, self._spec.norm_eps, self.sums(tokens))
+        run = partial(_pool, self._spec.norm.eps, self.sums(tokens))
         jitted = jax.jit(run, out_shardings=NamedSharding(self._mesh, REPLICATED))
         return jitted.lower(self.params.norm, self._hidden(tokens, sharded), owner).compile()
 

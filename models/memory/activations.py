@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weft.kernels.cpu.tile_limits import BY_HEAD_SCORES, MAX_TILE_ELEMENTS
-from weft.models.spec.spec import DTYPE_BYTES, MlpSpec, ModelSpec
+from weft.models.spec.spec import DTYPE_BYTES, MlpSpec, ModelSpec, MoeSpec
 
 CHUNK_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 23, "meta": 1 << 23}
 """Logits processed at once, by device type: on a CPU, as many as fit its cache; on a GPU, 55 rows
@@ -102,6 +102,7 @@ def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
     scores = min(max(scores, q // kv * keys), tokens * heads * keys)
     gathered = max(min(MAX_TILE_ELEMENTS, step.max_num_seqs * keys * kv), keys * kv)
     attention = tokens * (4 * q + 4 * kv) * item  # projection, rotated, result
+    attention += _wide_norms(spec, tokens * (q + kv), item)
     attention += scores * (4 + 4 + item)  # scores, softmax, in the type of the values
     attention += gathered * (item + 4 + item)  # keys, in float32, values
     if step.cp > 1:  # all heads' results in float32, sent and received
@@ -114,8 +115,12 @@ def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
             size = tokens * 3 * mlp.gate.weight.shape[0] * item  # gate and up, their product
         else:  # inputs and results in expert order, float32 sum, one expert with all tokens
             rows = step.dp_size * tokens
-            size = rows * (2 * mlp.top_k * spec.hidden_size + 3 * mlp.gate.shape[1]) * item
+            top_k = mlp.router.top_k
+            size = rows * (2 * top_k * spec.hidden_size + 3 * mlp.gate.shape[1]) * item
             size += rows * spec.hidden_size * 4
+            if mlp.router.weight.in_float32:  # the norm, and in float32
+                size += rows * spec.hidden_size * (item + 4)
+            size = max(size, tokens * 3 * _shared_width(mlp) * item) + _shared_out(mlp, spec, step)
             if step.dp_size > 1:  # tokens from the other ranks, and results for them
                 size += rows * 4 * spec.hidden_size * item
         feed_forward = max(feed_forward, size)
@@ -137,6 +142,7 @@ def triton_activations(
     item, tokens = DTYPE_BYTES[spec.compute_dtype(dtype)], step.tokens
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = tokens * (3 * q + 2 * kv) * item  # projection, rotated, result
+    attention += _wide_norms(spec, tokens * (q + kv), item)
     if step.cp > 1:
         # All heads' queries, twice; results in float32, sent and received.
         attention += tokens * step.cp * q * (3 * item + 4 * 4)
@@ -147,11 +153,31 @@ def triton_activations(
         if isinstance(mlp, MlpSpec):
             size = tokens * 3 * mlp.gate.weight.shape[0] * item  # gate and up, their product
         else:  # gate and up's product, results in expert order; received rows, if dispatched
-            rows = step.dp_size * tokens * mlp.top_k
+            rows = step.dp_size * tokens * mlp.router.top_k
             size = rows * (2 * spec.hidden_size + mlp.gate.shape[1]) * item
+            if mlp.router.weight.in_float32:
+                size += tokens * spec.hidden_size * 4
+            size = max(size, tokens * 3 * _shared_width(mlp) * item) + _shared_out(mlp, spec, step)
         feed_forward = max(feed_forward, size)
     end = _sampler_bytes(spec, dtype, step, "cuda") if sampled else _logits_bytes(spec, dtype, step)
     return _residual_bytes(spec, dtype, step) + max(attention, feed_forward, end)
+
+
+def _wide_norms(spec: ModelSpec, numbers: int, item: int) -> int:
+    """Return the bytes for norms over all heads: in float32 twice, and the projection again."""
+    norms = (layer.attention.q_norm for layer in spec.layers)
+    has_some = any(norm is not None and norm.spans_heads for norm in norms)
+    return numbers * (4 + 4 + 2 * item) if has_some else 0
+
+
+def _shared_width(moe: MoeSpec) -> int:
+    """Return the shared MLP's width; 0 without one."""
+    return 0 if moe.shared is None else moe.shared.gate.weight.shape[0]
+
+
+def _shared_out(moe: MoeSpec, spec: ModelSpec, step: LargestStep) -> int:
+    """Return the bytes for the shared MLP's result, twice: as it is, and added or gated."""
+    return 2 * step.tokens * spec.hidden_size * 4 if moe.shared is not None else 0
 
 
 def _residual_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:

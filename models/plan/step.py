@@ -11,7 +11,7 @@ The list follows the models' own steps (models/torch/cpu_model.py, models/jax/mo
 | attention | scores and values, over the KV cache | --cp: queries and parts |
 | o | [T, q] x [q, hidden] | tp > 1: all-reduce |
 | gate + up, down | the MLP | tp > 1: all-reduce |
-| experts | the router, and each token's top_k experts | tp > 1: all-reduce; --ep: more |
+| experts | the router, each token's top_k experts, the shared MLP | as the MLP; --ep: more |
 | lm head | [S, hidden] x [hidden, vocabulary] | tp > 1: the largest logits |
 | sampling | jax: searches in the logits | - |
 
@@ -210,11 +210,25 @@ class RankModel:
         yield from self._attention(layer.attention, batch, times)
         block = layer.feed_forward
         if isinstance(block, MlpSpec):
-            inner = (block.gate.weight, block.up.weight)
-            yield self._product("gate + up", rows, inner, self._into(rows), times)
-            yield self._product("down", rows, (block.down.weight,), self._out_of(rows), times)
-        else:
-            yield from self._experts(block, rows, times)
+            yield from self._mlp(block, rows, times, self._into(rows), self._out_of(rows))
+            return
+        yield from self._experts(block, rows, times)
+        if block.shared is not None:
+            # Overlapped, it is exchanged like an MLP. Otherwise one sum has its and the experts'.
+            ends = (self._into(rows), self._out_of(rows)) if self.overlapped else ((), ())
+            yield from self._mlp(block.shared, rows, times, *ends)
+
+    def _mlp(
+        self,
+        mlp: MlpSpec,
+        rows: int,
+        times: int,
+        before: tuple[Exchange, ...],
+        after: tuple[Exchange, ...],
+    ) -> Iterator[Operator]:
+        inner = (mlp.gate.weight, mlp.up.weight)
+        yield self._product("gate + up", rows, inner, before, times)
+        yield self._product("down", rows, (mlp.down.weight,), after, times)
 
     def _exchange(self, kind: Collective, rows: int) -> tuple[Exchange, ...]:
         size = self.layout.dense_size
@@ -296,10 +310,12 @@ class RankModel:
         layout, item, hidden = self.layout, self.precision.item, self.local.hidden_size
         groups = layout.dp_size
         all_rows = rows * groups
-        yield self._product("router", all_rows, (moe.router,), self._into(rows), times)
+        router = moe.router
+        yield self._product("router", all_rows, (router.weight,), self._into(rows), times)
         count, width, _ = moe.gate.shape  # this rank's experts
-        chosen = all_rows * moe.top_k * count / moe.router.shape[0]
-        hit = count * (1 - (1 - moe.top_k / moe.router.shape[0]) ** all_rows)
+        part = router.top_k / router.weight.shape[0]  # of the experts, for each token
+        chosen = all_rows * part * count
+        hit = count * (1 - (1 - part) ** all_rows)
         per_expert = sum(
             self.precision.weight_bytes(weight, weight.size / count)
             for weight in (moe.gate, moe.up, moe.down)
@@ -363,7 +379,7 @@ def anonymous(spec: ModelSpec) -> ModelSpec:
 def _without_names(value: Value) -> Value:
     """Return a layer without its weights' names, so that equal layers compare as equal."""
     if isinstance(value, WeightSpec):
-        return replace(value, name="", alternative=None)
+        return replace(value, name="", places=())
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,

@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from weft.errors import shown
-from weft.models.spec import quantization
 from weft.models.spec.config_fields import SIMILAR, Fields
 
 Effect = Literal["read", "only", "harmless", "unknown"]
@@ -43,13 +42,110 @@ READ = frozenset(
 )
 """Fields of all families with an effect on the model's numbers."""
 
+_QWEN2 = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
+
 READ_BY: dict[str, frozenset[str]] = {
     "llama": frozenset({"attention_bias", "mlp_bias"}),
     "mistral": frozenset({"sliding_window"}),
     "mixtral": frozenset(
         {"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}
     ),
-    "qwen2": frozenset({"max_window_layers", "sliding_window", "use_sliding_window"}),
+    "qwen2_moe": frozenset(
+        {
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "qkv_bias",
+            "shared_expert_intermediate_size",
+            "use_sliding_window",
+        }
+    ),
+    "qwen2_vl_text": _QWEN2,
+    "qwen2_5_vl_text": _QWEN2,
+    "qwen3_vl_text": frozenset({"attention_bias"}),
+    "qwen3_vl_moe_text": frozenset(
+        {
+            "attention_bias",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+        }
+    ),
+    "phi3": frozenset({"partial_rotary_factor", "sliding_window"}),
+    "glm": frozenset({"attention_bias", "partial_rotary_factor"}),
+    "glm4_moe": frozenset(
+        {
+            "attention_bias",
+            "first_k_dense_replace",
+            "moe_intermediate_size",
+            "n_group",
+            "n_routed_experts",
+            "n_shared_experts",
+            "norm_topk_prob",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "partial_rotary_factor",
+            "routed_scaling_factor",
+            "topk_group",
+            "use_qk_norm",
+        }
+    ),
+    "minimax_m2": frozenset(
+        {
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "partial_rotary_factor",
+            "rotary_dim",
+        }
+    ),
+    "hy_v3": frozenset(
+        {
+            "attention_bias",
+            "mlp_bias",
+            "mlp_layer_types",
+            "moe_intermediate_size",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "num_shared_experts",
+            "router_scaling_factor",
+        }
+    ),
+    "ernie4_5": frozenset({"use_bias"}),
+    "ernie4_5_moe": frozenset(
+        {
+            "moe_intermediate_size",
+            "moe_k",
+            "moe_layer_end_index",
+            "moe_layer_interval",
+            "moe_layer_start_index",
+            "moe_num_experts",
+            "moe_num_shared_experts",
+            "num_experts",
+            "num_experts_per_tok",
+            "use_bias",
+        }
+    ),
+    "seed_oss": frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
+    "smollm3": frozenset(
+        {
+            "attention_bias",
+            "mlp_bias",
+            "no_rope_layer_interval",
+            "no_rope_layers",
+            "sliding_window",
+            "use_sliding_window",
+        }
+    ),
+    "qwen2": _QWEN2,
     "qwen3": frozenset(
         {"attention_bias", "max_window_layers", "sliding_window", "use_sliding_window"}
     ),
@@ -83,6 +179,19 @@ READ_FOR_TEXT = frozenset(
 )
 """Fields that count if generation_config.json does not have them, or does not exist."""
 
+WRAPPER = frozenset(
+    {
+        "image_token_id",
+        "text_config",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vision_token_id",
+    }
+)
+"""Fields of models for several modalities that do not concern their text models."""
+
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_chunk_size": (),
@@ -92,6 +201,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
     "kv_sharing_modes": (),
+    "moe_norm_min": (1e-12,),
     "mtp_layer_types": (),
     "number_of_conv_states": (),
     "partial_rotary_factor": (1, 1.0),
@@ -135,46 +245,62 @@ HARMLESS = frozenset(
 )
 """Fields without an effect on answers."""
 
-HARMLESS_BY: dict[str, frozenset[str]] = {"qwen3_moe": frozenset({"max_window_layers"})}
+HARMLESS_BY: dict[str, frozenset[str]] = {
+    "glm4_moe": frozenset({"num_mtp_layers", "num_nextn_predict_layers"}),
+    "hy_v3": frozenset({"enable_moe_fp32_combine"}),
+    "minimax_m2": frozenset(
+        {
+            "attn_type_list",
+            "mtp_transformer_layers",
+            "num_mtp_modules",
+            "qk_norm_type",
+            "scoring_func",
+            "shared_intermediate_size",
+            "use_mtp",
+            "use_qk_norm",
+            "use_routing_bias",
+        }
+    ),
+    "phi3": frozenset({"embd_pdrop", "resid_pdrop"}),
+    "qwen2_moe": frozenset({"max_window_layers", "sliding_window"}),
+    "qwen3_moe": frozenset({"max_window_layers"}),
+    "seed_oss": frozenset({"residual_dropout"}),
+}
 """Fields that released configs of a family have, and that transformers does not read there."""
 
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 ROPE_READ = frozenset(
     {
-        "factor",
-        "high_freq_factor",
-        "low_freq_factor",
-        "original_max_position_embeddings",
-        "rope_theta",
-        "rope_type",
-        "type",
-    }
-)
-ROPE_ONLY: dict[str, tuple[Any, ...]] = {"partial_rotary_factor": (1, 1.0)}
-ROPE_HARMLESS = frozenset(
-    {
         "attention_factor",
         "beta_fast",
         "beta_slow",
+        "factor",
+        "high_freq_factor",
         "long_factor",
+        "low_freq_factor",
         "mscale",
         "mscale_all_dim",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_theta",
+        "rope_type",
         "short_factor",
         "truncate",
+        "type",
     }
 )
-"""The same for the objects in `ROPE_SECTIONS`. The harmless ones belong to other types of scaling,
-which are refused."""
+ROPE_HARMLESS = frozenset({"max_position_embeddings", "mrope_interleaved", "mrope_section"})
+"""The same for the objects in `ROPE_SECTIONS`. mrope's sections are for images and videos."""
 
 
 def effect(name: str, model_type: str) -> Effect:
     """Return the effect of a config.json field in a family."""
     if name in READ | READ_BY[model_type] | READ_FOR_TEXT:
         return "read"
-    if name in ONLY:
-        return "only"
     if name in HARMLESS | HARMLESS_BY.get(model_type, frozenset()):
         return "harmless"
+    if name in ONLY:
+        return "only"
     return "unknown"
 
 
@@ -182,8 +308,6 @@ def rope_effect(name: str) -> Effect:
     """Return the effect of a field in `rope_parameters` or `rope_scaling`."""
     if name in ROPE_READ:
         return "read"
-    if name in ROPE_ONLY:
-        return "only"
     return "harmless" if name in ROPE_HARMLESS else "unknown"
 
 
@@ -194,8 +318,10 @@ def refuse_others(fields: Fields, model_type: str) -> None:
         ModelError: a field has another value.
     """
     _check({name: ONLY[name] for name in ONLY if effect(name, model_type) == "only"}, fields)
-    for section in ROPE_SECTIONS:
-        _check(ROPE_ONLY, fields.section(section))
+    if effect("partial_rotary_factor", model_type) == "only":
+        for section in ROPE_SECTIONS:
+            only = {"partial_rotary_factor": ONLY["partial_rotary_factor"]}
+            _check(only, fields.section(section))
 
 
 def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
@@ -210,7 +336,7 @@ def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
     for section in ROPE_SECTIONS:
         inner = config.get(section) or {}
         found += [f"{section}.{hint}" for hint in _hints(inner, ROPE_READ, rope_effect)]
-    return [*found, *quantization.unread(config)]
+    return found
 
 
 def _hints(
@@ -228,4 +354,3 @@ def _check(only: Mapping[str, tuple[Any, ...]], fields: Fields) -> None:
         known = any(type(value) is type(each) and value == each for each in allowed)
         if value is not None and not known:
             raise fields.error(name, " or ".join(map(shown, allowed)) or "no such field")
-

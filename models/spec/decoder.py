@@ -6,7 +6,8 @@ experts; `families.py` puts them together into layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from weft.models.spec.config_fields import MAX_PARTS, Fields
 from weft.models.spec.spec import (
@@ -16,9 +17,15 @@ from weft.models.spec.spec import (
     LinearSpec,
     MlpSpec,
     MoeSpec,
-    TensorBlock,
+    NormSpec,
+    Place,
+    RopeSpec,
+    RouterSpec,
     WeightSpec,
 )
+
+Size = tuple[int, Axis]
+"""A dimension's size and logical axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,8 @@ class Decoder:
         fields: the config, for sizes that only some models have.
         layers: how many layers the model has.
         heads, kv_heads: how many query heads and key/value heads it has.
+        eps: of all norms.
+        rope: the rotary embedding of all layers, unless a layer says otherwise.
     """
 
     fields: Fields
@@ -38,41 +47,18 @@ class Decoder:
     heads: int
     kv_heads: int
     head_dim: int
-
-    @classmethod
-    def read(cls, fields: Fields) -> Decoder:
-        """Read the sizes from the config.
-
-        Raises:
-            ModelError: a size is missing or does not fit the others.
-        """
-        hidden = fields.integer("hidden_size")
-        heads = fields.integer("num_attention_heads")
-        kv_heads = fields.integer("num_key_value_heads", heads)
-        head_dim = fields.integer("head_dim", max(1, hidden // heads))
-        if heads % kv_heads:
-            raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-        if head_dim % 2:
-            raise fields.error("head_dim", f"an even number, not {head_dim}")
-        return cls(
-            fields=fields,
-            vocab=fields.integer("vocab_size"),
-            hidden=hidden,
-            layers=fields.integer("num_hidden_layers", high=MAX_PARTS),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-        )
+    eps: float
+    rope: RopeSpec
 
     def table(self, name: str, *, tied: str | None = None) -> WeightSpec:
         """Describe the embedding or the LM head, [vocab, hidden]; `tied` is its other name."""
-        shape = (self.vocab, self.hidden)
-        other = TensorBlock(f"{tied}.weight", shape, (0, 0)) if tied else None
-        return WeightSpec(f"{name}.weight", shape, ("vocab", "hidden"), other)
+        shape, name = (self.vocab, self.hidden), f"{name}.weight"
+        places = (Place(name, shape), Place(f"{tied}.weight", shape)) if tied else ()
+        return WeightSpec(name, shape, ("vocab", "hidden"), places)
 
-    def norm(self, name: str) -> WeightSpec:
+    def norm(self, name: str) -> NormSpec:
         """Describe an RMSNorm over the residual stream."""
-        return WeightSpec(f"{name}.weight", (self.hidden,), ("hidden",))
+        return NormSpec(WeightSpec(f"{name}.weight", (self.hidden,), ("hidden",)), self.eps)
 
     def layer(self, i: int, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> LayerSpec:
         """Describe layer i, made of the given attention and feed-forward."""
@@ -89,99 +75,230 @@ class Decoder:
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
-        head_norm: bool = False,
+        norm: Literal["none", "head", "heads"] = "none",
         window: int | None = None,
+        rope: RopeSpec | None = None,
+        fused: str | None = None,
     ) -> AttentionSpec:
         """Describe layer i's attention.
 
         Args:
             i: the layer's index.
             qkv_bias, o_bias: whether the projections have a bias.
-            head_norm: apply RMSNorm to each head of the queries and keys.
+            norm: RMSNorm of queries and keys: none, of each head, or over all heads together.
             window: the sliding window's size; None for full attention.
+            rope: this layer's rotary embedding; None for the model's.
+            fused: the projection with queries, keys and values, if they are one tensor.
         """
-        name = f"model.layers.{i}.self_attn"
-        hidden: tuple[int, Axis] = (self.hidden, "hidden")
-        queries: tuple[int, Axis] = (self.heads * self.head_dim, "q_heads")
-        keys: tuple[int, Axis] = (self.kv_heads * self.head_dim, "kv_heads")
-        norm_of = {
-            part: WeightSpec(f"{name}.{part}_norm.weight", (self.head_dim,), ("head_dim",))
-            for part in ("q", "k")
-            if head_norm
-        }
+        name, rope = f"model.layers.{i}.self_attn", rope or self.rope
+        order = rope.head_order(self.head_dim)
+        hidden: Size = (self.hidden, "hidden")
+        queries: Size = (self.heads * self.head_dim, "q_heads")
+        keys: Size = (self.kv_heads * self.head_dim, "kv_heads")
+        q = _linear(f"{name}.q_proj", queries, hidden, qkv_bias)
+        k = _linear(f"{name}.k_proj", keys, hidden, qkv_bias)
+        v = _linear(f"{name}.v_proj", keys, hidden, qkv_bias)
+        if fused is not None:
+            q, k, v = _in_one_tensor(f"{name}.{fused}", q, k, v)
+        of_head: Size = (self.head_dim, "head_dim")
+        q_size, k_size = (of_head, of_head) if norm == "head" else (queries, keys)
+
+        def head_norm(part: str, size: Size) -> NormSpec | None:
+            weight = WeightSpec(f"{name}.{part}_norm.weight", size[:1], size[1:], head_order=order)
+            return None if norm == "none" else NormSpec(weight, self.eps)
+
         return AttentionSpec(
-            q=_linear(f"{name}.q_proj", queries, hidden, qkv_bias),
-            k=_linear(f"{name}.k_proj", keys, hidden, qkv_bias),
-            v=_linear(f"{name}.v_proj", keys, hidden, qkv_bias),
+            q=_ordered(q, order),
+            k=_ordered(k, order),
+            v=v,
             o=_linear(f"{name}.o_proj", hidden, queries, o_bias),
-            q_norm=norm_of.get("q"),
-            k_norm=norm_of.get("k"),
+            rope=rope,
+            scale=self.head_dim**-0.5,
+            q_norm=head_norm("q", q_size),
+            k_norm=head_norm("k", k_size),
             sliding_window=window,
         )
 
-    def mlp(self, i: int, *, bias: bool = False) -> MlpSpec:
-        """Describe layer i's dense MLP."""
-        name = f"model.layers.{i}.mlp"
-        hidden: tuple[int, Axis] = (self.hidden, "hidden")
-        inner: tuple[int, Axis] = (self.fields.integer("intermediate_size"), "intermediate")
-        return MlpSpec(
-            gate=_linear(f"{name}.gate_proj", inner, hidden, bias),
-            up=_linear(f"{name}.up_proj", inner, hidden, bias),
-            down=_linear(f"{name}.down_proj", hidden, inner, bias),
-        )
-
-    def experts(
-        self, i: int, block: str, matrices: tuple[str, str, str], *, width: int, normalize: bool
-    ) -> MoeSpec:
-        """Describe layer i's routed experts.
-
-        `save_pretrained` in transformers 5 with `save_original_format=False` fuses all experts:
-        `gate_up_proj` is [experts, 2 * width, hidden], `down_proj` is [experts, hidden, width].
+    def mlp(
+        self,
+        i: int,
+        *,
+        bias: bool = False,
+        block: str = "mlp",
+        width: int | None = None,
+        fused: str | None = None,
+    ) -> MlpSpec:
+        """Describe a dense MLP in layer i.
 
         Args:
             i: the layer's index.
-            block: the feed-forward's name in the layer, where each expert has its own tensors.
-            matrices: each expert's gate, up and down matrix, by name.
-            width: one expert's intermediate size.
-            normalize: whether routing weights are divided by their sum.
+            bias: whether the projections have a bias.
+            block: the MLP's name in the layer.
+            width: its width; None for the model's `intermediate_size`.
+            fused: the projection with gate and up, if they are one tensor.
         """
-        count_field = "num_experts" if self.fields.has("num_experts") else "num_local_experts"
-        count = self.fields.integer(count_field, high=MAX_PARTS)
-        if self.fields.integer("num_local_experts", count) != count:
-            raise self.fields.error("num_local_experts", f"the same as num_experts, {count}")
-        top_k = self.fields.integer("num_experts_per_tok")
-        if top_k > count:
-            raise self.fields.error("num_experts_per_tok", f"at most {count_field}, {count}")
-        name, fused = f"model.layers.{i}.{block}", f"model.layers.{i}.mlp"
-        gate, up, down = (f"{name}.experts.{{expert}}.{matrix}.weight" for matrix in matrices)
-        choices = (count, self.hidden)
-        inner, outer = (count, width, self.hidden), (count, self.hidden, width)
-        inner_axes: tuple[Axis, ...] = ("expert", "moe_intermediate", "hidden")
-        gate_up, both = f"{fused}.experts.gate_up_proj", (count, 2 * width, self.hidden)
-        return MoeSpec(
-            router=WeightSpec(
-                f"{name}.gate.weight",
-                choices,
+        name = f"model.layers.{i}.{block}"
+        width = self.fields.integer("intermediate_size") if width is None else width
+        hidden: Size = (self.hidden, "hidden")
+        inner: Size = (width, "intermediate")
+        gate = _linear(f"{name}.gate_proj", inner, hidden, bias)
+        up = _linear(f"{name}.up_proj", inner, hidden, bias)
+        if fused is not None:
+            gate, up = _in_one_tensor(f"{name}.{fused}", gate, up)
+        return MlpSpec(gate, up, _linear(f"{name}.down_proj", hidden, inner, bias))
+
+    def router(
+        self,
+        i: int,
+        experts: int,
+        *,
+        normalize: bool,
+        top_k: str = "num_experts_per_tok",
+        name: str = "mlp.gate.weight",
+        bias: str | None = None,
+        bias_shape: tuple[int, ...] | None = None,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        groups: tuple[int, int] = (1, 1),
+        scale: float = 1.0,
+        in_float32: bool = False,
+    ) -> RouterSpec:
+        """Describe layer i's router.
+
+        Args:
+            i: the layer's index.
+            experts: how many experts the layer has.
+            normalize, scoring, scale: as in RouterSpec.
+            top_k: the field with the number of experts per token.
+            name: the router's tensor in the layer; transformers 5 saves it as `mlp.gate.weight`.
+            bias: the tensor in the layer with the scores' bias, if there is one.
+            bias_shape: its shape; None for one axis.
+            groups: the number of groups, and of groups per token.
+            in_float32: whether its outputs are computed in float32.
+
+        Raises:
+            ModelError: the fields do not fit each other.
+        """
+        chosen, layer = self.fields.integer(top_k), f"model.layers.{i}"
+        if chosen > experts:
+            raise self.fields.error(top_k, f"at most the number of experts, {experts}")
+        shape = (experts, self.hidden)
+        bias_weight = WeightSpec(
+            f"{layer}.{bias}",
+            (experts,),
+            ("choice",),
+            (Place(f"{layer}.{bias}", bias_shape or (experts,)),),
+            in_float32=True,
+        )
+        names = dict.fromkeys((f"{layer}.{name}", f"{layer}.mlp.gate.weight"))
+        return RouterSpec(
+            weight=WeightSpec(
+                f"{layer}.{name}",
+                shape,
                 ("choice", "hidden"),
-                TensorBlock(f"{fused}.gate.weight", choices, (0, 0)),
+                tuple(Place(each, shape) for each in names),
+                in_float32=in_float32,
             ),
-            gate=WeightSpec(gate, inner, inner_axes, TensorBlock(gate_up, both, (0, 0, 0))),
-            up=WeightSpec(up, inner, inner_axes, TensorBlock(gate_up, both, (0, width, 0))),
-            down=WeightSpec(
-                down,
-                outer,
-                ("expert", "hidden", "moe_intermediate"),
-                TensorBlock(f"{fused}.experts.down_proj", outer, (0, 0, 0)),
-            ),
-            top_k=top_k,
+            top_k=chosen,
             normalize=normalize,
+            scoring=scoring,
+            bias=bias_weight if bias else None,
+            groups=groups[0],
+            top_groups=groups[1],
+            scale=scale,
         )
 
+    def experts(
+        self,
+        i: int,
+        router: RouterSpec,
+        *,
+        width: int,
+        block: str = "mlp",
+        matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        shared: MlpSpec | None = None,
+        shared_gate: str | None = None,
+    ) -> MoeSpec:
+        """Describe layer i's experts, which are separate tensors or stacked.
 
-def _linear(name: str, out: tuple[int, Axis], into: tuple[int, Axis], bias: bool) -> LinearSpec:
+        transformers 5 stacks them with `save_original_format=False`: `mlp.experts.gate_up_proj` is
+        [experts, 2 * width, hidden], `mlp.experts.down_proj` is [experts, hidden, width]. Qwen3-VL
+        publishes both transposed.
+
+        Args:
+            i: the layer's index.
+            router: the layer's router.
+            width: one expert's intermediate size.
+            block: the feed-forward's name in the layer, where each expert has its own tensors.
+            matrices: each expert's gate, up and down matrix, by name.
+            shared: the shared experts, if there are some.
+            shared_gate: the tensor in the layer with their gate, if there is one.
+        """
+        layer, count = f"model.layers.{i}", router.weight.shape[0]
+        inner, outer = (count, width, self.hidden), (count, self.hidden, width)
+        both, stacked = (count, 2 * width, self.hidden), f"{layer}.mlp.experts"
+        in_axes: tuple[Axis, ...] = ("expert", "moe_intermediate", "hidden")
+        out_axes: tuple[Axis, ...] = ("expert", "hidden", "moe_intermediate")
+
+        def weight(
+            matrix: str, shape: tuple[int, ...], axes: tuple[Axis, ...], stack: Place
+        ) -> WeightSpec:
+            name = f"{layer}.{block}.experts.{{expert}}.{matrix}.weight"
+            swapped = (*stack.shape[:-2], stack.shape[-1], stack.shape[-2])
+            places = (Place(name, shape[1:]), stack, replace(stack, shape=swapped, transposed=True))
+            return WeightSpec(name, shape, axes, places)
+
+        gate, up, down = matrices
+        return MoeSpec(
+            router=router,
+            gate=weight(gate, inner, in_axes, Place(f"{stacked}.gate_up_proj", both)),
+            up=weight(up, inner, in_axes, Place(f"{stacked}.gate_up_proj", both, (0, width, 0))),
+            down=weight(down, outer, out_axes, Place(f"{stacked}.down_proj", outer)),
+            shared=shared,
+            shared_gate=WeightSpec(f"{layer}.{shared_gate}", (1, self.hidden), ("choice", "hidden"))
+            if shared_gate
+            else None,
+        )
+
+    def count_experts(self, *names: str) -> int:
+        """Read the number of experts; the first of the fields that is there counts.
+
+        Raises:
+            ModelError: none is there, or two differ.
+        """
+        field = next((name for name in names if self.fields.has(name)), names[0])
+        count = self.fields.integer(field, high=MAX_PARTS)
+        for name in names:
+            if self.fields.integer(name, count) != count:
+                raise self.fields.error(name, f"the same as {field}, {count}")
+        return count
+
+
+def _linear(name: str, out: Size, into: Size, bias: bool) -> LinearSpec:
     """Describe a projection; `out` and `into` are (size, axis) of its output and input."""
     (rows, row_axis), (columns, column_axis) = out, into
     return LinearSpec(
         WeightSpec(f"{name}.weight", (rows, columns), (row_axis, column_axis)),
         WeightSpec(f"{name}.bias", (rows,), (row_axis,)) if bias else None,
     )
+
+
+def _in_one_tensor(name: str, *linears: LinearSpec) -> list[LinearSpec]:
+    """Place projections with one input, and their biases, into one tensor, one below another."""
+    total, start, placed = sum(each.weight.shape[0] for each in linears), 0, []
+
+    def place(weight: WeightSpec, kind: str) -> WeightSpec:
+        rest = weight.shape[1:]
+        first = (start, *(0 for _ in rest))
+        return replace(weight, places=(Place(f"{name}.{kind}", (total, *rest), first),))
+
+    for each in linears:
+        bias = None if each.bias is None else place(each.bias, "bias")
+        placed.append(LinearSpec(place(each.weight, "weight"), bias))
+        start += each.weight.shape[0]
+    return placed
+
+
+def _ordered(linear: LinearSpec, order: tuple[int, ...]) -> LinearSpec:
+    """Sort the rows of each head; see `WeightSpec.head_order`."""
+    bias = None if linear.bias is None else replace(linear.bias, head_order=order)
+    return LinearSpec(replace(linear.weight, head_order=order), bias)

@@ -12,16 +12,24 @@ add its rows to the parity test.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import ModelError
-from weft.models.spec.config_fields import Fields
-from weft.models.spec.config_table import refuse_others, unread
+from weft.models.spec.config_fields import MAX_PARTS, Fields
+from weft.models.spec.config_table import WRAPPER, refuse_others, unread
 from weft.models.spec.decoder import Decoder
-from weft.models.spec.quantization import UNUSED, read_quantization
-from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, RopeSpec
+from weft.models.spec.quantization import UNUSED, read_quantization, unread_quantization
+from weft.models.spec.rope_fields import read_rope
+from weft.models.spec.spec import (
+    DTYPE_BYTES,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    RouterSpec,
+)
 
 
 def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
@@ -34,32 +42,34 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     Raises:
         ModelError: a field is missing, or the architecture or a value is not supported.
     """
-    fields = Fields(config, source)
-    architecture = _architecture(fields)
+    whole = Fields(config, source)
+    architecture = _architecture(whole)
     family = FAMILIES[architecture]
-    # transformers goes by the type: another family's may have tensors with the same names.
-    fields.choice("model_type", (family.model_type,), default=family.model_type)
+    fields = _text_fields(whole, family)
     refuse_others(fields, family.model_type)
-    quantization = read_quantization(fields)
-    decoder = Decoder.read(fields)
-    tied = fields.flag("tie_word_embeddings", False)
-    context = fields.integer("max_position_embeddings", family.max_position_embeddings)
+    quantization = read_quantization(whole, fields)
+    decoder = _decoder(fields, family)
+    of_tie = whole if whole.has("tie_word_embeddings") else fields
+    of_dtype = fields if fields.has("dtype") or fields.has("torch_dtype") else whole
+    tied = of_tie.flag("tie_word_embeddings", family.tied)
     return ModelSpec(
         architecture=architecture,
-        dtype=_dtype(fields),
+        dtype=_dtype(of_dtype),
         vocab_size=decoder.vocab,
         hidden_size=decoder.hidden,
         num_heads=decoder.heads,
         num_kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
-        max_model_len=context,
-        norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-        rope=_rope(fields, family.rope_theta, context),
+        max_model_len=fields.integer("max_position_embeddings", family.max_position_embeddings),
         embedding=decoder.table("model.embed_tokens", tied="lm_head" if tied else None),
         layers=tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers)),
         norm=decoder.norm("model.norm"),
         lm_head=None if tied else decoder.table("lm_head"),
-        skipped=SKIPPED if quantization is None else SKIPPED + UNUSED,
+        skipped=(
+            *SKIPPED,
+            *(pattern.format(layers=decoder.layers) for pattern in family.skipped),
+            *(UNUSED if quantization else ()),
+        ),
         quantization=quantization,
     )
 
@@ -69,8 +79,11 @@ def unread_fields(config: dict[str, Any]) -> list[str]:
 
     They have no effect in transformers either. A misspelt field has a suggestion.
     """
-    architecture = _architecture(Fields(config, Path("config.json")))
-    return unread(config, FAMILIES[architecture].model_type)
+    whole = Fields(config, Path("config.json"))
+    family = FAMILIES[_architecture(whole)]
+    fields = _text_fields(whole, family)
+    names = [f"{fields.prefix}{name}" for name in unread(fields.values, family.model_type)]
+    return names + unread_quantization(whole, fields)
 
 
 def _architecture(fields: Fields) -> str:
@@ -78,6 +91,50 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
     return architecture
+
+
+def _text_fields(whole: Fields, family: Family) -> Fields:
+    """Return the language model's fields; a model for several modalities has them in a section.
+
+    transformers goes by the type: another family's may have tensors with the same names.
+    """
+    if family.wrapper is None:
+        whole.choice("model_type", (family.model_type,), default=family.model_type)
+        return whole
+    whole.choice("model_type", (family.wrapper,), default=family.wrapper)
+    if not whole.has("text_config"):  # older files have all fields side by side
+        own = {name: value for name, value in whole.values.items() if name not in WRAPPER}
+        return Fields(own, whole.source)
+    fields = whole.section("text_config")
+    fields.choice("model_type", (family.model_type,), default=family.model_type)
+    return fields
+
+
+def _decoder(fields: Fields, family: Family) -> Decoder:
+    """Read the sizes that all layers share.
+
+    Raises:
+        ModelError: a size is missing or does not fit the others.
+    """
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    head_dim = fields.integer("head_dim", max(1, hidden // heads))
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+    if head_dim % 2:
+        raise fields.error("head_dim", f"an even number, not {head_dim}")
+    return Decoder(
+        fields=fields,
+        vocab=fields.integer("vocab_size"),
+        hidden=hidden,
+        layers=fields.integer("num_hidden_layers", high=MAX_PARTS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        rope=read_rope(fields, head_dim, family),
+    )
 
 
 def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
@@ -106,9 +163,32 @@ def _qwen3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     bias = fields.flag("attention_bias", False)
     return decoder.layer(
         i,
-        decoder.attention(i, qkv_bias=bias, o_bias=bias, head_norm=True, window=window),
+        decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head", window=window),
         decoder.mlp(i),
     )
+
+
+def _qwen3_vl(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head")
+    return decoder.layer(i, attention, decoder.mlp(i))
+
+
+def _qwen2_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    if fields.flag("use_sliding_window", False):
+        raise fields.error("use_sliding_window", "false")
+    attention = decoder.attention(i, qkv_bias=fields.flag("qkv_bias", True))
+    if not _is_sparse(fields, i):
+        return decoder.layer(i, attention, decoder.mlp(i))
+    width = fields.integer("shared_expert_intermediate_size")
+    experts = decoder.experts(
+        i,
+        _qwen_router(fields, decoder, i),
+        width=fields.integer("moe_intermediate_size"),
+        shared=decoder.mlp(i, block="mlp.shared_expert", width=width),
+        shared_gate="mlp.shared_expert_gate.weight",
+    )
+    return decoder.layer(i, attention, experts)
 
 
 def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
@@ -116,31 +196,223 @@ def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     window = _window(fields, default=4096) if sliding else None
     _check_layer_types(fields, decoder, window)
     bias = fields.flag("attention_bias", False)
-    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, head_norm=True, window=window)
-    dense = i in fields.array("mlp_only_layers")
-    if dense or (i + 1) % fields.integer("decoder_sparse_step", 1) != 0:
-        return decoder.layer(i, attention, decoder.mlp(i))
-    experts = decoder.experts(
-        i,
-        "mlp",
-        ("gate_proj", "up_proj", "down_proj"),
-        width=fields.integer("moe_intermediate_size"),
-        normalize=fields.flag("norm_topk_prob", False),
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head", window=window)
+    return decoder.layer(i, attention, _qwen3_experts(fields, decoder, i))
+
+
+def _qwen3_vl_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head")
+    router = _qwen_router(fields, decoder, i, normalize=True)
+    return decoder.layer(i, attention, _qwen3_experts(fields, decoder, i, router))
+
+
+def _qwen3_experts(
+    fields: Fields, decoder: Decoder, i: int, router: RouterSpec | None = None
+) -> MlpSpec | MoeSpec:
+    if not _is_sparse(fields, i):
+        return decoder.mlp(i)
+    router = router or _qwen_router(fields, decoder, i)
+    return decoder.experts(i, router, width=fields.integer("moe_intermediate_size"))
+
+
+def _qwen_router(
+    fields: Fields, decoder: Decoder, i: int, normalize: bool | None = None
+) -> RouterSpec:
+    if normalize is None:
+        normalize = fields.flag("norm_topk_prob", False)
+    return decoder.router(
+        i, decoder.count_experts("num_experts", "num_local_experts"), normalize=normalize
     )
-    return decoder.layer(i, attention, experts)
+
+
+def _is_sparse(fields: Fields, i: int) -> bool:
+    """Tell whether layer i of a Qwen mixture has experts."""
+    dense = i in fields.array("mlp_only_layers")
+    return not dense and (i + 1) % fields.integer("decoder_sparse_step", 1) == 0
 
 
 def _mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    count = decoder.count_experts("num_local_experts", "num_experts")
     experts = decoder.experts(
         i,
-        "block_sparse_moe",
-        ("w1", "w3", "w2"),
+        decoder.router(i, count, normalize=True, name="block_sparse_moe.gate.weight"),
         width=fields.integer("intermediate_size"),
-        normalize=True,
+        block="block_sparse_moe",
+        matrices=("w1", "w3", "w2"),
     )
     window = _window(fields, default=None)
     _check_layer_types(fields, decoder, window)
     return decoder.layer(i, decoder.attention(i, window=window), experts)
+
+
+def _minimax_m2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    router = decoder.router(
+        i,
+        decoder.count_experts("num_local_experts", "num_experts"),
+        normalize=True,
+        name="block_sparse_moe.gate.weight",
+        bias="block_sparse_moe.e_score_correction_bias",
+        scoring="sigmoid",
+        in_float32=True,
+    )
+    experts = decoder.experts(
+        i,
+        router,
+        width=fields.integer("intermediate_size"),
+        block="block_sparse_moe",
+        matrices=("w1", "w3", "w2"),
+    )
+    return decoder.layer(i, decoder.attention(i, norm="heads"), experts)
+
+
+def _phi3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = _window(fields, default=None)
+    attention = decoder.attention(i, window=window, fused="qkv_proj")
+    return decoder.layer(i, attention, decoder.mlp(i, fused="gate_up_proj"))
+
+
+def _glm(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(i, qkv_bias=fields.flag("attention_bias", True))
+    return decoder.layer(i, attention, decoder.mlp(i, fused="gate_up_proj"))
+
+
+def _glm4_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(
+        i,
+        qkv_bias=fields.flag("attention_bias", False),
+        norm="head" if fields.flag("use_qk_norm", False) else "none",
+    )
+    if i < fields.integer("first_k_dense_replace", 1, low=0):
+        return decoder.layer(i, attention, decoder.mlp(i))
+    width = fields.integer("moe_intermediate_size")
+    count = decoder.count_experts("n_routed_experts", "num_local_experts")
+    router = decoder.router(
+        i,
+        count,
+        normalize=fields.flag("norm_topk_prob", True),
+        bias="mlp.gate.e_score_correction_bias",
+        scoring="sigmoid",
+        groups=_groups(fields, count),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        in_float32=True,
+    )
+    shared = decoder.mlp(
+        i, block="mlp.shared_experts", width=width * fields.integer("n_shared_experts", 1)
+    )
+    return decoder.layer(i, attention, decoder.experts(i, router, width=width, shared=shared))
+
+
+def _groups(fields: Fields, experts: int) -> tuple[int, int]:
+    """Read the number of groups of experts, and of groups per token."""
+    groups = fields.integer("n_group", 1)
+    top_groups = fields.integer("topk_group", 1)
+    if experts % groups:
+        raise fields.error("n_group", f"a divisor of the {experts} experts")
+    if top_groups > groups:
+        raise fields.error("topk_group", f"at most n_group, {groups}")
+    if fields.integer("num_experts_per_tok") > top_groups * (experts // groups):
+        raise fields.error("num_experts_per_tok", "at most the experts in topk_group groups")
+    return groups, top_groups
+
+
+def _hy_v3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head")
+    mlp_bias = fields.flag("mlp_bias", False)
+    kinds = fields.array("mlp_layer_types") or ["dense"] + ["sparse"] * (decoder.layers - 1)
+    if len(kinds) != decoder.layers or not set(map(str, kinds)) <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"dense or sparse for each of {decoder.layers}")
+    if kinds[i] == "dense":
+        return decoder.layer(i, attention, decoder.mlp(i, bias=mlp_bias))
+    width = fields.integer("moe_intermediate_size")
+    router = decoder.router(
+        i,
+        decoder.count_experts("num_experts", "num_local_experts"),
+        normalize=True,
+        name="mlp.router.gate.weight",
+        bias="mlp.expert_bias",
+        scoring="sigmoid",
+        scale=fields.number("router_scaling_factor", 2.826),
+        in_float32=True,
+    )
+    shared = decoder.mlp(
+        i,
+        bias=mlp_bias,
+        block="mlp.shared_mlp",
+        width=width * fields.integer("num_shared_experts", 1),
+    )
+    return decoder.layer(i, attention, decoder.experts(i, router, width=width, shared=shared))
+
+
+def _ernie(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("use_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
+    return decoder.layer(i, attention, decoder.mlp(i, bias=bias))
+
+
+def _ernie_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("use_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
+    first = fields.integer("moe_layer_start_index", 1, low=0)
+    last = fields.integer("moe_layer_end_index", -1, low=-1)
+    last = decoder.layers - 1 if last == -1 else last
+    sparse = first <= i <= last and (i + 1) % fields.integer("moe_layer_interval", 1) == 0
+    if not sparse:
+        return decoder.layer(i, attention, decoder.mlp(i, bias=bias))
+    width = fields.integer("moe_intermediate_size")
+    count = decoder.count_experts("moe_num_experts", "num_experts")
+    router = decoder.router(
+        i,
+        count,
+        top_k="moe_k" if fields.has("moe_k") else "num_experts_per_tok",
+        normalize=True,
+        bias="mlp.moe_statics.e_score_correction_bias",
+        bias_shape=(1, count),
+        in_float32=True,
+    )
+    shared = fields.integer("moe_num_shared_experts", 2, low=0)
+    experts = decoder.experts(
+        i,
+        router,
+        width=width,
+        shared=decoder.mlp(i, bias=bias, block="mlp.shared_experts", width=width * shared)
+        if shared
+        else None,
+    )
+    return decoder.layer(i, attention, experts)
+
+
+def _seed_oss(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(
+        i,
+        qkv_bias=fields.flag("attention_bias", True),
+        o_bias=fields.flag("attention_out_bias", False),
+    )
+    return decoder.layer(i, attention, decoder.mlp(i, bias=fields.flag("mlp_bias", False)))
+
+
+def _smollm3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    interval = fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.array("no_rope_layers") or [
+        int((layer + 1) % interval != 0) for layer in range(decoder.layers)
+    ]
+    if len(rotated) != decoder.layers or not set(rotated) <= {0, 1}:
+        raise fields.error("no_rope_layers", f"0 or 1 for each of the {decoder.layers} layers")
+    window = _window(fields, default=None) if fields.flag("use_sliding_window", False) else None
+    if fields.has("layer_types"):
+        sliding = _layer_types(fields, decoder)[i] == "sliding_attention"
+    else:
+        sliding = window is not None and not rotated[i]
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        window=window if sliding else None,
+        rope=decoder.rope if rotated[i] else replace(decoder.rope, dim=0),
+    )
+    return decoder.layer(i, attention, decoder.mlp(i, bias=fields.flag("mlp_bias", False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +422,13 @@ class Family:
     Attributes:
         model_type: its name in config.json.
         describe_layer: describes layer i.
-        max_position_embeddings, rms_norm_eps, rope_theta: their values where config.json has none,
-            as in transformers.
+        max_position_embeddings, rms_norm_eps, rope_theta, rotated, tied: their values where
+            config.json has none, as in transformers. `rotated` is `partial_rotary_factor`; families
+            with None do not have the field.
+        neighbours: as in RopeSpec.
+        wrapper: the name of the model for several modalities that this is the text model of.
+        skipped: name patterns for more tensors without an effect; `{layers}` is the number of
+            layers, because heads that predict several tokens are stored as layers.
     """
 
     model_type: str
@@ -159,19 +436,64 @@ class Family:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rotated: float | None = None
+    tied: bool = False
+    neighbours: bool = False
+    wrapper: str | None = None
+    skipped: tuple[str, ...] = ()
 
+
+NEXT_LAYER = ("model.layers.{layers}.*",)
+"""The layer after the last one; it predicts a second token."""
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama, 2048),
     "MistralForCausalLM": Family("mistral", _mistral, 131_072),
     "MixtralForCausalLM": Family("mixtral", _mixtral, 131_072, 1e-5, 1_000_000.0),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2, 32_768),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", _qwen2_moe, 32_768),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3, 32_768),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, 32_768),
+    "Qwen2VLForConditionalGeneration": Family(
+        "qwen2_vl_text", _qwen2, 32_768, 1e-5, 1_000_000.0, wrapper="qwen2_vl"
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "qwen2_5_vl_text", _qwen2, 32_768, 1e-5, 1_000_000.0, wrapper="qwen2_5_vl"
+    ),
+    "Qwen3VLForConditionalGeneration": Family(
+        "qwen3_vl_text", _qwen3_vl, 128_000, 1e-6, 500_000.0, wrapper="qwen3_vl"
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "qwen3_vl_moe_text", _qwen3_vl_moe, 128_000, 1e-6, 500_000.0, wrapper="qwen3_vl_moe"
+    ),
+    "Phi3ForCausalLM": Family("phi3", _phi3, 4096, 1e-5, rotated=1.0),
+    "GlmForCausalLM": Family("glm", _glm, 131_072, 1.5625e-7, rotated=0.5, neighbours=True),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe", _glm4_moe, 131_072, 1e-5, rotated=0.5, skipped=NEXT_LAYER
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2", _minimax_m2, 196_608, 1e-6, 5_000_000.0, rotated=1.0
+    ),
+    "HYV3ForCausalLM": Family("hy_v3", _hy_v3, 131_072, 1e-5, 11_158_840.0, skipped=NEXT_LAYER),
+    "Ernie4_5ForCausalLM": Family(
+        "ernie4_5", _ernie, 131_072, 1e-5, 500_000.0, tied=True, neighbours=True
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe",
+        _ernie_moe,
+        131_072,
+        1e-5,
+        500_000.0,
+        tied=True,
+        neighbours=True,
+        skipped=("model.mtp_*", "mtp_*"),
+    ),
+    "SeedOssForCausalLM": Family("seed_oss", _seed_oss, 524_288),
+    "SmolLM3ForCausalLM": Family("smollm3", _smollm3, 32_768, 1e-6, 2_000_000.0, tied=True),
 }
 
 
-SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "v_head.*", "visual.*")
+SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "v_head.*", "visual.*", "model.visual.*")
 """Tensors without an effect on a text's next token: tables that older versions of transformers
 saved, heads that predict several tokens, values for training, and image encoders."""
 
@@ -223,38 +545,3 @@ def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
     if window is None:
         raise fields.error("layer_types", "full_attention in all layers without a sliding window")
     return window
-
-
-def _rope(fields: Fields, default_theta: float, context: int) -> RopeSpec:
-    """Read the rotary embedding, with transformers' priorities.
-
-    `rope_scaling` replaces `rope_parameters`. Inside it, `rope_theta` comes before the one beside
-    it; `original_max_position_embeddings` comes after the one beside it.
-    """
-    scaling = fields.section("rope_scaling")
-    if not scaling.values:
-        scaling = fields.section("rope_parameters")
-    theta = (scaling if scaling.has("rope_theta") else fields).number("rope_theta", default_theta)
-    for name, value in scaling.values.items():
-        if isinstance(value, dict):
-            raise scaling.error(name, "the same rotary embedding in all layers")
-    kind_field = "rope_type" if scaling.has("rope_type") else "type"
-    kind = scaling.choice(kind_field, ("default", "linear", "llama3"), default="default")
-    if kind == "default":
-        return RopeSpec(theta)
-    if kind == "linear":
-        return RopeSpec(theta, "linear", factor=scaling.number("factor"))
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if low >= high:
-        raise scaling.error("low_freq_factor", f"less than high_freq_factor, {high}")
-    return RopeSpec(
-        theta,
-        "llama3",
-        factor=scaling.number("factor"),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_len=fields.integer(
-            "original_max_position_embeddings",
-            scaling.integer("original_max_position_embeddings", context),
-        ),
-    )

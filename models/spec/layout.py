@@ -232,8 +232,10 @@ def _problem(spec: ModelSpec, tp: int, ep: int | None, cp: int = 1) -> str | Non
         return f"{it} leaves ranks without any of the {spec.vocab_size} tokens of the vocabulary"
     for layer in spec.layers:
         block = layer.feed_forward
-        if isinstance(block, MlpSpec) and block.gate.weight.shape[0] % dense_size:
-            return f"{it} must divide the MLP's width of {block.gate.weight.shape[0]}"
+        mlp = block if isinstance(block, MlpSpec) else block.shared
+        if mlp is not None and mlp.gate.weight.shape[0] % dense_size:
+            whose = "the MLP" if mlp is block else "the shared experts"
+            return f"{it} must divide {whose}'s width of {mlp.gate.weight.shape[0]}"
     if ep is None:
         return None
     if dense_size % ep and ep % dense_size:

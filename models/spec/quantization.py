@@ -10,7 +10,7 @@ Activations stay in the compute dtype, so fields for their quantisation have no 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any, Literal
@@ -78,28 +78,35 @@ ALL = ""
 """Regular expressions that match no name, and all names."""
 
 
-def read_quantization(fields: Fields) -> Quantization | None:
+def read_quantization(*holders: Fields) -> Quantization | None:
     """Read `quantization_config`; None if the model is not quantised.
+
+    Args:
+        holders: the objects that may have it; the first one counts.
 
     Raises:
         ModelError: the method, or a field's value, is not supported.
     """
-    if not fields.has(SECTION):
+    if (section := _section(holders)) is None:
         return None
-    section = fields.section(SECTION)
     method = METHODS[section.choice("quant_method", tuple(METHODS), default="")]
     _check(section, method.only)
     return method.read(section)
 
 
-def unread(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the unknown fields in an accepted config's `quantization_config`."""
-    section = config.get(SECTION) or {}
-    if section:
-        method = METHODS[section["quant_method"]]
-        known = {"quant_method", *method.fields, *method.only, *method.harmless}
-        unknown = (name for name, value in section.items() if value is not None)
-        yield from (f"{SECTION}.{name}" for name in unknown if name not in known)
+def unread_quantization(*holders: Fields) -> list[str]:
+    """Return the unknown fields in a `quantization_config` that `read_quantization` accepted."""
+    if (section := _section(holders)) is None:
+        return []
+    method = METHODS[section.values["quant_method"]]
+    known = {"quant_method", *method.fields, *method.only, *method.harmless}
+    names = (name for name in section.values if section.has(name) and name not in known)
+    return [f"{section.prefix}{name}" for name in names]
+
+
+def _section(holders: Sequence[Fields]) -> Fields | None:
+    """Return the first `quantization_config`."""
+    return next((each.section(SECTION) for each in holders if each.has(SECTION)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,9 +343,7 @@ METHODS = {
             }
         ),
     ),
-    "mxfp4": Method(
-        _mxfp4, frozenset({"modules_to_not_convert"}), {}, frozenset({"dequantize"})
-    ),
+    "mxfp4": Method(_mxfp4, frozenset({"modules_to_not_convert"}), {}, frozenset({"dequantize"})),
 }
 
 

@@ -5,15 +5,15 @@ names in the checkpoint, and each dimension's logical axis. A parallel layout ca
 axes to ranks without knowing any names.
 
 All described models are decoders with RMSNorm before attention and before the feed-forward, rotary
-positions (halves convention), and SiLU-gated MLPs or routed experts. Not described: encoders, cross
-attention, ALiBi, latent attention, shared experts.
+positions, and SiLU-gated MLPs or routed experts. Not described: encoders, cross attention, ALiBi,
+latent attention.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from weft.models.spec.quantization import Quantization
@@ -37,18 +37,33 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorBlock:
-    """A block in a checkpoint's tensor: the whole tensor, or one of several fused weights.
+class Place:
+    """Where a checkpoint may hold a weight: a tensor, a block in a fused one, or one per expert.
 
     Attributes:
-        name: the tensor's name.
-        shape: the whole tensor's shape.
-        start: the block's first index on each axis.
+        name: the tensor's name; with `{expert}` in it, each expert has a tensor.
+        shape: the whole tensor's shape; axes of length 1 may come before the weight's.
+        start: the weight's first index on each of the tensor's axes; () is the tensor's beginning.
+        transposed: the tensor's last two axes are swapped.
     """
 
     name: str
     shape: tuple[int, ...]
-    start: tuple[int, ...]
+    start: tuple[int, ...] = ()
+    transposed: bool = False
+
+    @property
+    def is_per_expert(self) -> bool:
+        """True if the checkpoint holds one tensor per expert."""
+        return "{expert}" in self.name
+
+    def tensor(self, expert: int) -> str:
+        """Return the name of the tensor with an expert."""
+        return self.name.format(expert=expert) if self.is_per_expert else self.name
+
+    def tensors(self, experts: int) -> tuple[str, ...]:
+        """Return the names of all tensors, for a number of experts."""
+        return tuple(map(self.tensor, range(experts))) if self.is_per_expert else (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +71,31 @@ class WeightSpec:
     """One weight.
 
     Attributes:
-        name: name in the checkpoint. With `{expert}` in it, the checkpoint holds one tensor of
-            shape[1:] for each expert number.
-        shape: the whole weight's shape; matrices are [out, in].
+        name: the weight's name; no other weight has it.
+        shape: the whole weight's shape; matrices are [out, in], and experts come first.
         axes: the logical axis for each dimension.
-        alternative: the weight's place in checkpoints without a tensor `name`, if it has one.
+        places: where checkpoints may hold it, the usual place first; () is a tensor `name`.
+        head_order: for each row of a head, its index in the checkpoint's heads; () if they have
+            the same order. The first axis then consists of heads.
+        in_float32: kept in float32, whatever the compute dtype is.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
-    alternative: TensorBlock | None = None
+    places: tuple[Place, ...] = ()
+    head_order: tuple[int, ...] = ()
+    in_float32: bool = False
 
     @property
-    def is_per_expert(self) -> bool:
-        """True if the checkpoint holds one tensor per expert."""
-        return "{expert}" in self.name
+    def has_experts(self) -> bool:
+        """True if the first axis is the layer's experts."""
+        return self.axes[0] == "expert"
 
     @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """The checkpoint's names for the tensors in this weight, in order."""
-        if not self.is_per_expert:
-            return (self.name,)
-        return tuple(self.name.format(expert=expert) for expert in range(self.shape[0]))
-
-    @property
-    def tensor_shape(self) -> tuple[int, ...]:
-        """One such tensor's shape."""
-        return self.shape[1:] if self.is_per_expert else self.shape
+    def known_places(self) -> tuple[Place, ...]:
+        """The places; at least one."""
+        return self.places or (Place(self.name, self.shape),)
 
     @property
     def size(self) -> int:
@@ -100,12 +112,151 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NormSpec:
+    """RMSNorm (Zhang and Sennrich 2019).
+
+    Attributes:
+        weight: [hidden]; for queries and keys, [head_dim], or all heads: [heads x head_dim].
+        eps: added to the mean square.
+    """
+
+    weight: WeightSpec
+    eps: float
+
+    @property
+    def spans_heads(self) -> bool:
+        """True if the mean is taken over all heads together."""
+        return self.weight.axes[0] in ("q_heads", "kv_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions (Su et al. 2021), with the checkpoint's context scaling.
+
+    weft rotates dimension i of a head together with dimension i + head_dim / 2, in all backends.
+    Checkpoints that pair neighbours, or that rotate only some dimensions, become such models when
+    they are loaded: `head_order` sorts the rows of queries and keys, and the angle of a pair that
+    is not rotated is 0. Scores stay the same, because queries and keys have one order.
+
+    Attributes:
+        theta: the wavelengths' base.
+        dim: rotated dimensions, the first in a head; even, and 0 for none.
+        neighbours: the checkpoint pairs dimensions 2i and 2i + 1, and not i and i + dim / 2.
+        scaling: "none"; "linear": all positions divided by `factor`; "llama3": long wavelengths
+            divided by `factor`, short ones kept, blended between (Llama 3.1 model card); "yarn":
+            the same by another rule (Peng et al. 2023); "longrope": each wavelength has its own
+            factor (Ding et al. 2024).
+        factor, original_max_len: the scaling's parameters.
+        low_freq_factor, high_freq_factor: llama3's limits, in turns over the original context.
+        beta_fast, beta_slow, truncate: yarn's limits; whether they are whole dimensions.
+        amplitude: multiplies the rotated dimensions.
+        short_factors, long_factors: longrope's divisors, one per pair. Contexts longer than
+            `original_max_len` have the long ones.
+        max_len: the maximum context, which selects longrope's divisors. transformers selects them
+            by each batch's longest request, and computes the keys again when it changes.
+    """
+
+    theta: float
+    dim: int
+    neighbours: bool = False
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    factor: float = 1.0
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    max_len: int = 0
+
+    def head_order(self, head_dim: int) -> tuple[int, ...]:
+        """Return the order of a head's rows that pairs i with i + head_dim / 2; () if they are.
+
+        See `WeightSpec.head_order`.
+        """
+        pairs = self.dim // 2
+        step, away = (2, 1) if self.neighbours else (1, pairs)
+        kept = range(self.dim, head_dim)
+        half = len(kept) // 2
+        first = (*range(0, step * pairs, step), *kept[:half])
+        second = (*range(away, away + step * pairs, step), *kept[half:])
+        order = (*first, *second)
+        return () if order == tuple(range(head_dim)) else order
+
+    def inverse_frequencies(self, head_dim: int) -> npt.NDArray[np.float32]:
+        """Return the radians per position for each pair of dimensions, [head_dim / 2]."""
+        import numpy as np  # here, because the process that starts the engine needs no NumPy
+
+        all_pairs = np.zeros(head_dim // 2, np.float32)
+        if self.dim:
+            exponent = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+            powers: npt.NDArray[np.float32] = np.float32(self.theta) ** exponent
+            inverse: npt.NDArray[np.float32] = np.float32(1) / powers
+            all_pairs[: self.dim // 2] = self._scaled(inverse)
+        return all_pairs
+
+    def amplitudes(self, head_dim: int) -> npt.NDArray[np.float32] | None:
+        """Return each pair's factor, [head_dim / 2]; None if all are 1."""
+        import numpy as np
+
+        if self.amplitude == 1.0:
+            return None
+        all_pairs = np.ones(head_dim // 2, np.float32)
+        all_pairs[: self.dim // 2] = self.amplitude
+        return all_pairs
+
+    def _scaled(self, inverse: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Scale the radians per position, [dim / 2]."""
+        import numpy as np
+
+        if self.scaling == "none":
+            return inverse
+        if self.scaling == "longrope":
+            is_long = self.max_len > self.original_max_len
+            factors = self.long_factors if is_long else self.short_factors
+            each: npt.NDArray[np.float32] = inverse / np.array(factors, np.float32)
+            return each
+        scaled: npt.NDArray[np.float32] = inverse / np.float32(self.factor)
+        if self.scaling == "linear":
+            return scaled
+        if self.scaling == "yarn":
+            kept = 1 - self._ramp(len(inverse))
+        else:
+            turns = self.original_max_len * inverse / np.float32(2 * np.pi)
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0).astype(np.float32)
+        blended: npt.NDArray[np.float32] = (1 - kept) * scaled + kept * inverse
+        return blended
+
+    def _ramp(self, pairs: int) -> npt.NDArray[np.float64]:
+        """Return yarn's ramp over the pairs, from 0 (kept) to 1 (scaled); not clipped."""
+        import numpy as np
+
+        def pair_of(turns: float) -> float:
+            length = self.original_max_len / (turns * 2 * math.pi)
+            return self.dim * math.log(length) / (2 * math.log(self.theta))
+
+        low, high = pair_of(self.beta_fast), pair_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        width = high - low if high != low else 0.001
+        ramp: npt.NDArray[np.float64] = (np.arange(pairs) - low) / width
+        return ramp
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention of one layer.
 
     Attributes:
         q, k, v, o: the projections.
-        q_norm, k_norm: RMSNorm of each head before the rotary embedding, if any.
+        rope: the rotary embedding of queries and keys.
+        scale: multiplies the scores.
+        q_norm, k_norm: applied before the rotary embedding, if any.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None
             means all earlier tokens.
     """
@@ -114,8 +265,10 @@ class AttentionSpec:
     k: LinearSpec
     v: LinearSpec
     o: LinearSpec
-    q_norm: WeightSpec | None = None
-    k_norm: WeightSpec | None = None
+    rope: RopeSpec
+    scale: float
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
     sliding_window: int | None = None
 
 
@@ -129,69 +282,66 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class MoeSpec:
-    """Routed experts: each token uses its `top_k` most probable MLPs, weighted by probability.
+class RouterSpec:
+    """How a token's experts are chosen and weighted.
+
+    The scores are a softmax or sigmoid of the router's outputs. `bias` counts in the choice alone
+    (Wang et al. 2024). With groups, a token first chooses `top_groups` groups of experts: by the
+    sum of a group's two best scores with a bias, by its best without (DeepSeek-V3, section 2.1.2).
 
     Attributes:
-        router: [experts, hidden]; the softmax of its output is the probability.
-        gate, up: [experts, moe_intermediate, hidden].
-        down: [experts, hidden, moe_intermediate].
+        weight: [experts, hidden]; with `in_float32`, the outputs are computed in float32.
         top_k: experts per token.
         normalize: divide the weights of the chosen experts by their sum.
+        scoring: the scores' function.
+        bias: float32 [experts], added to the scores for the choice, if any.
+        groups, top_groups: number of groups, and of groups per token.
+        scale: multiplies the weights.
     """
 
-    router: WeightSpec
+    weight: WeightSpec
+    top_k: int
+    normalize: bool
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    bias: WeightSpec | None = None
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Routed experts: each token uses `top_k` of the MLPs, and all tokens use the shared one.
+
+    Attributes:
+        router: chooses the experts.
+        gate, up: [experts, moe_intermediate, hidden].
+        down: [experts, hidden, moe_intermediate].
+        shared: an MLP whose result is added, if any. Several shared experts are one wide MLP.
+        shared_gate: [1, hidden]; the sigmoid of its output multiplies the shared MLP's result.
+    """
+
+    router: RouterSpec
     gate: WeightSpec
     up: WeightSpec
     down: WeightSpec
-    top_k: int
-    normalize: bool
+    shared: MlpSpec | None = None
+    shared_gate: WeightSpec | None = None
+
+    @property
+    def experts(self) -> int:
+        """Number of experts; of a rank's, in its part."""
+        return self.gate.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """x += attention(norm(x)); x += feed_forward(norm(x))."""
 
-    attention_norm: WeightSpec
+    attention_norm: NormSpec
     attention: AttentionSpec
-    feed_forward_norm: WeightSpec
+    feed_forward_norm: NormSpec
     feed_forward: MlpSpec | MoeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary positions (Su et al. 2021), with the checkpoint's context scaling.
-
-    Attributes:
-        theta: the wavelengths' base.
-        scaling: "none"; "linear": all positions divided by `factor`; "llama3": long wavelengths
-            divided by `factor`, short ones kept, blended between (Llama 3.1 model card).
-        factor, low_freq_factor, high_freq_factor, original_max_len: the scaling's parameters.
-    """
-
-    theta: float
-    scaling: Literal["none", "linear", "llama3"] = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_len: int = 0
-
-    def inverse_frequencies(self, head_dim: int) -> npt.NDArray[np.float32]:
-        """Return the radians per position for each pair of dimensions, [head_dim / 2]."""
-        import numpy as np  # here, because the process that starts the engine needs no NumPy
-
-        exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        inverse: npt.NDArray[np.float32] = np.float32(1) / np.float32(self.theta) ** exponent
-        if self.scaling == "none":
-            return inverse
-        scaled: npt.NDArray[np.float32] = inverse / np.float32(self.factor)
-        if self.scaling == "linear":
-            return scaled
-        turns = self.original_max_len * inverse / np.float32(2 * np.pi)
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        blend = np.clip(blend, 0.0, 1.0).astype(np.float32)
-        blended: npt.NDArray[np.float32] = (1 - blend) * scaled + blend * inverse
-        return blended
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +353,6 @@ class ModelSpec:
         dtype: the checkpoint's dtype: "float32", "bfloat16" or "float16".
         max_model_len: maximum number of tokens in a request, by the model's training.
         head_dim: one head's width; not always hidden_size / num_heads.
-        norm_eps: added to the mean square in every RMSNorm.
         lm_head: None if it shares the embedding's weight (tied).
         skipped: name patterns for tensors in a checkpoint that weft does not use.
         quantization: how the checkpoint stores matrices; None if none is quantised. The loader
@@ -220,11 +369,9 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     max_model_len: int
-    norm_eps: float
-    rope: RopeSpec
     embedding: WeightSpec
     layers: tuple[LayerSpec, ...]
-    norm: WeightSpec
+    norm: NormSpec
     lm_head: WeightSpec | None
     skipped: tuple[str, ...] = ()
     quantization: Quantization | None = None
@@ -239,7 +386,7 @@ class ModelSpec:
         for layer in self.layers:
             yield from _layer_weights(layer)
         if self.is_last:
-            yield self.norm
+            yield self.norm.weight
         if self.is_last and self.lm_head is not None:
             yield self.lm_head
 
@@ -247,6 +394,17 @@ class ModelSpec:
     def parameters(self) -> int:
         """Parameter count; a tied embedding counts once."""
         return sum(weight.size for weight in self.weights)
+
+    def for_context(self, max_len: int) -> ModelSpec:
+        """Return the model for requests with up to `max_len` tokens; see `RopeSpec.max_len`."""
+        if all(layer.attention.rope.scaling != "longrope" for layer in self.layers):
+            return self
+
+        def limited(layer: LayerSpec) -> LayerSpec:
+            rope = replace(layer.attention.rope, max_len=max_len)
+            return replace(layer, attention=replace(layer.attention, rope=rope))
+
+        return replace(self, layers=tuple(map(limited, self.layers)))
 
     def compute_dtype(self, requested: str) -> str:
         """Resolve "auto" to the checkpoint's dtype; bfloat16 replaces float16."""
@@ -261,18 +419,25 @@ class ModelSpec:
             quantization: "int8" stores matrices in int8 with one scale per row, in `dtype`.
         """
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
-        if quantization == "none":
-            return self.parameters * item
-        blocks = (layer.feed_forward for layer in self.layers)
-        kept = {block.router for block in blocks if isinstance(block, MoeSpec)}
+        kept = set() if quantization == "none" else self._unquantized()
+        size = 0
+        for weight in self.weights:
+            each = 4 if weight.in_float32 else item
+            if quantization == "none" or len(weight.shape) == 1 or weight in kept:
+                size += weight.size * each
+            else:
+                size += weight.size + weight.size // weight.shape[-1] * each
+        return size
+
+    def _unquantized(self) -> set[WeightSpec]:
+        """Return the matrices that keep the compute dtype."""
+        kept = set()
+        for layer in self.layers:
+            if isinstance(moe := layer.feed_forward, MoeSpec):
+                kept |= {moe.router.weight} | ({moe.shared_gate} if moe.shared_gate else set())
         if self.lm_head is not None or not self.is_last:
             kept.add(self.embedding)
-        return sum(
-            weight.size * item
-            if len(weight.shape) == 1 or weight in kept
-            else weight.size + weight.size // weight.shape[-1] * item
-            for weight in self.weights
-        )
+        return kept
 
     def kv_bytes_per_token(self, dtype: str = "auto") -> int:
         """Return how many bytes one token's keys and values take over all layers."""
@@ -282,18 +447,30 @@ class ModelSpec:
 
 def _layer_weights(layer: LayerSpec) -> Iterator[WeightSpec]:
     attention, feed_forward = layer.attention, layer.feed_forward
-    yield layer.attention_norm
+    yield layer.attention_norm.weight
     for linear in (attention.q, attention.k, attention.v, attention.o):
         yield from _linear_weights(linear)
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None:
-            yield norm
-    yield layer.feed_forward_norm
-    if isinstance(feed_forward, MoeSpec):
-        yield from (feed_forward.router, feed_forward.gate, feed_forward.up, feed_forward.down)
-    else:
-        for linear in (feed_forward.gate, feed_forward.up, feed_forward.down):
-            yield from _linear_weights(linear)
+            yield norm.weight
+    yield layer.feed_forward_norm.weight
+    if isinstance(feed_forward, MlpSpec):
+        yield from _mlp_weights(feed_forward)
+        return
+    router = feed_forward.router
+    yield router.weight
+    if router.bias is not None:
+        yield router.bias
+    yield from (feed_forward.gate, feed_forward.up, feed_forward.down)
+    if feed_forward.shared is not None:
+        yield from _mlp_weights(feed_forward.shared)
+    if feed_forward.shared_gate is not None:
+        yield feed_forward.shared_gate
+
+
+def _mlp_weights(mlp: MlpSpec) -> Iterator[WeightSpec]:
+    for linear in (mlp.gate, mlp.up, mlp.down):
+        yield from _linear_weights(linear)
 
 
 def _linear_weights(linear: LinearSpec) -> Iterator[WeightSpec]:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from weft.kernels.cpu import native
 from weft.kernels.cpu.attention import AttentionPlan, merge_parts, paged_attention
@@ -76,19 +77,25 @@ class Attention:
         self._group = group = load.groups.tensor
         self._context = load.groups.context
         self._heads = model.num_heads
-        self._window = spec.sliding_window
-        self._scale = model.head_dim**-0.5
+        self._window, self._scale = spec.sliding_window, spec.scale
         self._norm = norm
+        self._wide_norms: tuple[RMSNorm, RMSNorm] | None = None
         self._head_norms = None
         if spec.q_norm is not None and spec.k_norm is not None:
-            q_norm, k_norm = load(spec.q_norm).clone(), load(spec.k_norm).clone()
-            self._head_norms = HeadNorms(q_norm, k_norm, model.norm_eps)
+            q_norm, k_norm = (load(one.weight).clone() for one in (spec.q_norm, spec.k_norm))
+            if spec.q_norm.spans_heads:
+                eps = spec.q_norm.eps
+                self._wide_norms = RMSNorm(q_norm, eps), RMSNorm(k_norm, eps)
+            else:
+                self._head_norms = HeadNorms(q_norm, k_norm, spec.q_norm.eps)
         self._qkv = qkv = fuse((spec.q, spec.k, spec.v), load)
         self._o = o = fuse((spec.o,), load, biased=group.is_first)
         heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        self._widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         self.native = None
         if (
             group.size == 1
+            and self._wide_norms is None
             and isinstance(qkv, NativeLinear)
             and isinstance(o, NativeLinear)
             and native.takes_heads(heads, kv_heads, head_dim)
@@ -109,8 +116,11 @@ class Attention:
         keys, values = cache
         if self.native is not None:
             return self.native(x, rotation, keys, values, plan)
+        qkv = self._qkv(x, norm=self._norm)
+        if self._wide_norms is not None:
+            qkv = self._norm_wide(qkv, *self._wide_norms)
         q = rotate_into_cache(
-            self._qkv(x, norm=self._norm),
+            qkv,
             rotation,
             keys,
             values,
@@ -121,6 +131,18 @@ class Attention:
         out = self._attend(q, keys, values, plan)
         residual = x if self._group.is_first else None
         return self._group.sum(self._o(out.view(len(x), -1), residual=residual))
+
+    def _norm_wide(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """Norm queries and keys over all ranks' heads, [T, (H + 2 Hk) * D] to the same shape."""
+        q, k, v = torch.split(qkv, self._widths, dim=1)
+        means = torch.stack([part.float().square().mean(dim=1) for part in (q, k)], dim=1)
+        # Ranks with the same heads have them equally often, so the mean over ranks is exact.
+        means = self._group.sum(means) / self._group.size
+        scaled = [
+            (part.float() * (means[:, i : i + 1] + norm.eps).rsqrt()).to(part.dtype) * norm.weight
+            for i, (part, norm) in enumerate(((q, q_norm), (k, k_norm)))
+        ]
+        return torch.cat((*scaled, v), dim=1)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> Tensor:
         """Attention for this rank's heads, [T, H, D] to the same shape, wherever the pages are."""
@@ -155,12 +177,15 @@ class Mlp:
         """[T, hidden] -> [T, hidden]."""
         if self.native is not None:
             return self.native(x)
-        residual = x if self._group.is_first else None
-        return self._group.sum(self._down(self._gate_up(x, norm=self._norm), residual=residual))
+        return self._group.sum(self.part(x, x if self._group.is_first else None))
+
+    def part(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Compute this rank's part of the sum over ranks, [T, hidden], and add the residual."""
+        return self._down(self._gate_up(x, norm=self._norm), residual=residual)
 
 
 class Moe:
-    """x + experts(norm(x)); a router picks the `top_k` most probable experts for each token.
+    """x + experts(norm(x)); a router picks the experts of each token. A shared MLP has all tokens.
 
     With data-parallel attention, each group has its own tokens, and all ranks run their experts for
     all groups' tokens.
@@ -169,9 +194,11 @@ class Moe:
     def __init__(self, spec: MoeSpec, norm: RMSNorm, load: LayerLoader) -> None:
         self._group, self._data = load.groups.tensor, load.groups.data
         self._norm = norm
-        self._top_k = spec.top_k
-        self._normalize = spec.normalize
-        self._router = load.make_plain(load(spec.router))
+        self._routing, router = spec.router, load(spec.router.weight)
+        self._bias = None if spec.router.bias is None else load(spec.router.bias)
+        self._router = load.make_plain(router)
+        self._shared = None if spec.shared is None else Mlp(spec.shared, norm, load)
+        self._shared_gate = None if spec.shared_gate is None else load(spec.shared_gate)
         gate, up, down = map(load.each, (spec.gate, spec.up, spec.down))
         first = load.parts(spec.gate)[0].start
         self._experts = PackedExperts(gate, up, down, load.make, first=first)
@@ -184,20 +211,43 @@ class Moe:
             rows: T in each data-parallel attention group, if there are several.
         """
         if self._data.size == 1:
-            residual = x if self._group.is_first else None
-            return self._group.sum(self._run_experts(x, residual))
+            return self._group.sum(self._run_experts(x, self._run_shared(x)))
         if not sum(rows):
             return x
         mixed = self._run_experts(self._data.gather_rows(x, rows), None)
         own = self._data.scatter_sum(mixed, rows)
         if not len(x):
             return x
-        return self._group.sum((x + own if self._group.is_first else own).to(x.dtype))
+        shared = self._run_shared(x)
+        return self._group.sum((own if shared is None else shared + own).to(x.dtype))
+
+    def _run_shared(self, x: Tensor) -> Tensor | None:
+        """Run this rank's part of the shared MLP on norm(x); the first rank adds x."""
+        residual = x if self._group.is_first else None
+        if self._shared is None:
+            return residual
+        if self._shared_gate is None:
+            return self._shared.part(x, residual)
+        gate = linear(self._norm(x), self._shared_gate).sigmoid()
+        out = gate * self._shared.part(x, None)
+        return out if residual is None else residual + out
 
     def _run_experts(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Run this rank's experts on norm(x) and add the residual."""
-        logits = self._router(x, norm=self._norm)
-        experts, weights = route(logits, self._top_k, normalize=self._normalize)
+        router = self._routing
+        if router.weight.in_float32:
+            logits = self._router(self._norm(x).float())
+        else:
+            logits = self._router(x, norm=self._norm)
+        experts, weights = route(
+            *(logits, router.top_k),
+            normalize=router.normalize,
+            scoring=router.scoring,
+            bias=self._bias,
+            groups=router.groups,
+            top_groups=router.top_groups,
+            scale=router.scale,
+        )
         return self._experts(x, experts, weights, norm=self._norm, residual=residual)
 
 

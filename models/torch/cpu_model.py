@@ -29,8 +29,9 @@ from weft.kernels.cpu.rope import Rotation
 from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
+from weft.models.torch.angles import Angles
 from weft.models.torch.cpu_layers import Attention, LayerCache, LayerLoader, Mlp, Moe
-from weft.models.torch.group import ALONE, Groups
+from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
 
 
@@ -38,9 +39,11 @@ class Layer:
     """Attention, then a dense or a routed MLP."""
 
     def __init__(self, model: ModelSpec, spec: LayerSpec, load: LayerLoader) -> None:
-        attention_norm = RMSNorm(load(spec.attention_norm), model.norm_eps)
+        self.rope = spec.attention.rope
+        attention_norm = RMSNorm(load(spec.attention_norm.weight), spec.attention_norm.eps)
         self._attention = Attention(model, spec.attention, attention_norm, load)
-        feed_forward_norm = RMSNorm(load(spec.feed_forward_norm), model.norm_eps)
+        norm = spec.feed_forward_norm
+        feed_forward_norm = RMSNorm(load(norm.weight), norm.eps)
         self._feed_forward = (
             Moe(spec.feed_forward, feed_forward_norm, load)
             if isinstance(spec.feed_forward, MoeSpec)
@@ -111,7 +114,8 @@ class _CheckpointLoader:
         return layer
 
     def __call__(self, weight: WeightSpec) -> Tensor:
-        return self._weights.read(weight).to(self._dtype)
+        dtype = torch.float32 if weight.in_float32 else self._dtype
+        return self._weights.read(weight).to(dtype)
 
     def each(self, weight: WeightSpec) -> Iterator[Tensor]:
         return (tensor.to(self._dtype) for tensor in self._weights.read_each(weight))
@@ -149,17 +153,18 @@ class CpuModel:
         load = _CheckpointLoader(weights, groups, dtype, quantization, compress)
         stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
         self._dtype = dtype
-        self._inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
+        self._angles = Angles(stage.layers, spec.head_dim, CPU)
         self._layers = [Layer(local, layer, load) for layer in stage.layers]
         # The last layer may run for few tokens only. All others run in one call if possible.
         native = [layer.native for layer in self._layers[:-1]]
         compiled = [layer for layer in native if layer is not None]
-        self._native = NativeLayers(compiled) if compiled and compiled == native else None
+        together = compiled and compiled == native and self._angles.are_equal
+        self._native = NativeLayers(compiled) if together else None
         lm_head: Linear | None = None
         self._is_last = stage.is_last
         shared = spec.lm_head is None and quantization == "none"
         if stage.is_last:
-            self._norm = RMSNorm(load(spec.norm), spec.norm_eps)
+            self._norm = RMSNorm(load(spec.norm.weight), spec.norm.eps)
             table = load(spec.lm_head or spec.embedding)
             lm_head = load.make_plain(table, with_rows=True) if shared else load.make(table)
             self._lm_head = lm_head
@@ -201,14 +206,15 @@ class CpuModel:
         Returns:
             [S, hidden]; for `logits` or the next stage.
         """
-        rotation = Rotation.of(positions, self._inv_freq, self._dtype)
+        rotations = self._angles.at(positions, self._dtype)
+        *layers, last = self._layers
         if self._native is not None:
-            x = self._native(x, rotation, cache[:-1], plan)
+            x = self._native(x, rotations[last.rope], cache[:-1], plan)
         else:
             tokens = [size.tokens for size in dp_sizes]
-            for layer, layer_cache in zip(self._layers[:-1], cache[:-1], strict=True):
-                x = layer(x, rotation, layer_cache, plan, sizes=tokens)
-        return self._layers[-1](x, rotation, cache[-1], plan, rows, self._at_end(dp_sizes))
+            for layer, layer_cache in zip(layers, cache[:-1], strict=True):
+                x = layer(x, rotations[layer.rope], layer_cache, plan, sizes=tokens)
+        return last(x, rotations[last.rope], cache[-1], plan, rows, self._at_end(dp_sizes))
 
     def run_empty(self, dp_sizes: Sequence[Size]) -> None:
         """Run the layers without tokens, for other data-parallel attention groups. Collective."""

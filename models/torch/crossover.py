@@ -30,7 +30,7 @@ def products_of(local: ModelSpec) -> LayerProducts:
     if not isinstance(moe, MoeSpec):
         return LayerProducts(begins, ends, [], [])
     own, width, _ = moe.gate.shape
-    choices = expected_choices(moe.top_k, moe.router.shape[0], own)
+    choices = expected_choices(moe.router.top_k, moe.router.weight.shape[0], own)
     gate_up = Product(2 * width, hidden, own, choices)
     return LayerProducts(begins, ends, [gate_up], [Product(hidden, width, own, choices)])
 

@@ -65,7 +65,8 @@ class WeightLoader:
         self.parts = weights.parts
 
     def __call__(self, weight: WeightSpec) -> Tensor:
-        return self._weights.read(weight).to(self._device, self._dtype, copy=True)
+        dtype = torch.float32 if weight.in_float32 else self._dtype
+        return self._weights.read(weight).to(self._device, dtype, copy=True)
 
     def linear(self, *specs: LinearSpec) -> Linear:
         """Load projections with a common input, and their biases, as one layer."""
@@ -124,13 +125,13 @@ class Experts:
     tables: Tables | None = None
 
     def __init__(self, spec: MoeSpec, load: WeightLoader, copies: int = 0) -> None:
-        self._router = Linear([load(spec.router)])
+        self._routing = spec.router
+        self._router = Linear([load(spec.router.weight)])
+        self._bias = None if spec.router.bias is None else load(spec.router.bias)
         own = load.parts(spec.gate)[0]
-        self._own, self._num_experts = range(own.start, own.stop), spec.router.shape[0]
+        self._own, self._num_experts = range(own.start, own.stop), spec.router.weight.shape[0]
         self._gate_up = [load.stack(spec.gate, copies).mT, load.stack(spec.up, copies).mT]
         self._down = load.stack(spec.down, copies).mT
-        self._top_k = spec.top_k
-        self._normalize = spec.normalize
 
     @property
     def weights(self) -> list[Tensor]:
@@ -218,7 +219,17 @@ class Experts:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose each token's experts, int32 [T, k], and their weights, float32 [T, k]."""
-        return route(self._router(x), self._top_k, normalize=self._normalize)
+        router = self._routing
+        return route(
+            self._router(x.float() if router.weight.in_float32 else x),
+            router.top_k,
+            normalize=router.normalize,
+            scoring=router.scoring,
+            bias=self._bias,
+            groups=router.groups,
+            top_groups=router.top_groups,
+            scale=router.scale,
+        )
 
     def _run(
         self, rows: Tensor, offsets: Tensor, *, order: Tensor | None = None, expected: int = 0
@@ -235,7 +246,7 @@ class Experts:
         inner = grouped_matmul(
             *(rows, self._gate_up, offsets),
             order=order,
-            top_k=self._top_k,
+            top_k=self._routing.top_k,
             epilogue=silu,
             expected=expected,
         )

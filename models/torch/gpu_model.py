@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from weft.kernels.cpu.rope import HeadNorms, Rotation
+from weft.kernels.cpu.rope import HeadNorms
 from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
+from weft.models.torch.angles import Angles, Rotations
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import Exchange, Stream
 from weft.models.torch.gpu_layers import Experts, Linear, WeightLoader, WeightSource
@@ -46,13 +47,13 @@ class _Step:
     """Arguments that all layers share in a step.
 
     Attributes:
-        rotation: the tokens' rotary angles.
+        rotations: the tokens' rotary angles.
         plan: where keys and values are written, and which requests the tokens belong to.
         sharded: whether each rank holds only some tokens between products.
         dp_tokens: tokens in each data-parallel attention group, if there are several.
     """
 
-    rotation: Rotation
+    rotations: Rotations
     plan: PagedPlan
     sharded: bool
     dp_tokens: tuple[int, ...]
@@ -72,11 +73,13 @@ class Layer:
         attention, block = spec.attention, spec.feed_forward
         self._model, self._exchange = model, exchange
         self._window = attention.sliding_window
-        self._norms = load(spec.attention_norm), load(spec.feed_forward_norm)
+        norms = spec.attention_norm, spec.feed_forward_norm
+        self._norms = [(load(norm.weight), norm.eps) for norm in norms]
+        self.rope, self._scale = attention.rope, attention.scale
         self._head_norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = load(attention.q_norm), load(attention.k_norm)
-            self._head_norms = HeadNorms(q, k, model.norm_eps)
+            q, k = load(attention.q_norm.weight), load(attention.k_norm.weight)
+            self._head_norms = HeadNorms(q, k, attention.q_norm.eps)
         self._qkv = load.linear(attention.q, attention.k, attention.v)
         self._o = load.linear(attention.o)
         self._experts = None
@@ -89,22 +92,22 @@ class Layer:
     def __call__(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
         """[T, hidden], or this rank's rows, to the same shape."""
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
-        normed, x = stream.norm(self._norms[0], model.norm_eps)
+        normed, x = stream.norm(*self._norms[0])
         qkv = exchange.column_parallel(
             normed, self._qkv, silu_multiply=False, sharded=step.sharded
         )[:tokens]
         q, _ = rotate_into_cache(
             qkv.contiguous(),
-            step.rotation,
+            step.rotations[self.rope],
             *cache,
             step.plan.pages,
             step.plan.slots,
             heads=model.num_heads,
             norms=self._head_norms,
         )
-        out = exchange.attend(q, cache, step.plan.batch, model.head_dim**-0.5, self._window)
+        out = exchange.attend(q, cache, step.plan.batch, self._scale, self._window)
         stream = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
-        normed, x = stream.norm(self._norms[1], model.norm_eps)
+        normed, x = stream.norm(*self._norms[1])
         if self._experts is not None:
             return exchange.run_experts(
                 self._experts, x, normed, step.dp_tokens, sharded=step.sharded
@@ -153,13 +156,12 @@ class GpuModel:
         stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
         self.device, self.exchange = device, exchange
         self._dtype, self._group = dtype, groups.tensor
-        inv_freq = torch.from_numpy(spec.rope.inverse_frequencies(spec.head_dim))
-        self._inv_freq = inv_freq.to(device)
+        self._angles = Angles(stage.layers, spec.head_dim, device)
         self._layers = [Layer(local, layer, load, exchange, copies) for layer in stage.layers]
         if stage.is_first:
             self._table = load(spec.embedding)
         if stage.is_last:
-            self._norm, self._eps = load(spec.norm), spec.norm_eps
+            self._norm, self._eps = load(spec.norm.weight), spec.norm.eps
             tied = stage.is_first and spec.lm_head is None
             head = self._table if tied else load(spec.lm_head or spec.embedding)
             self._lm_head = Linear([head])
@@ -182,9 +184,9 @@ class GpuModel:
     ) -> Tensor:
         """Run the layers; see `CpuModel`. Whoever reads the result also checks the faults."""
         tokens = len(x)
-        rotation = Rotation.of(positions, self._inv_freq, self._dtype)
+        rotations = self._angles.at(positions, self._dtype)
         sharded = self.exchange.is_sharded(tokens)
-        step = _Step(rotation, plan, sharded, tuple(size.tokens for size in dp_sizes))
+        step = _Step(rotations, plan, sharded, tuple(size.tokens for size in dp_sizes))
         with self.exchange.step():
             if sharded:
                 x = self.exchange.shard(x)

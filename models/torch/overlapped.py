@@ -170,7 +170,7 @@ class _Workspaces:
         methods = (*EXCHANGES["all_reduce"], *(("multimem",) if home.has_multicast else ()))
         gather = reduce = None
         if moe is not None and max_tokens > limits.replicated:
-            each = (rows, hidden, moe.router.shape[0], moe.top_k, dtype)
+            each = (rows, hidden, moe.router.weight.shape[0], moe.router.top_k, dtype)
             gather = all_gather_grouped_matmul_workspace(home, *each)
             reduce = grouped_matmul_reduce_scatter_workspace(home, *each)
         return cls(
@@ -445,7 +445,7 @@ def _dispatch_workspace(
     assert moe is not None, "only experts are split beyond attention"
     placement = doubled(even(moe.gate.shape[0], home.world_size), copies)
     max_dispatched = min(max_tokens, DISPATCH_TOKENS)
-    made = (home, max_dispatched, spec.hidden_size, moe.top_k, dtype, placement)
+    made = (home, max_dispatched, spec.hidden_size, moe.router.top_k, dtype, placement)
     if home.ranks_per_node < home.world_size:
         return moe_two_level_workspace(*made, ranks_per_node=home.ranks_per_node)
     return moe_workspace(*made)

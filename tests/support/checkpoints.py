@@ -28,6 +28,16 @@ FAMILIES = {
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
     "mixtral": "MixtralConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "phi3": "Phi3Config",
+    "glm": "GlmConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "minimax_m2": "MiniMaxM2Config",
+    "hy_v3": "HYV3Config",
+    "ernie4_5": "Ernie4_5Config",
+    "ernie4_5_moe": "Ernie4_5_MoeConfig",
+    "seed_oss": "SeedOssConfig",
+    "smollm3": "SmolLM3Config",
 }
 
 _SIZES: dict[str, Any] = {
@@ -50,6 +60,28 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {
+        "head_dim": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 72,
+    },
+    "phi3": {"head_dim": None},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "hy_v3": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_intermediate_size": 48,
+        "head_dim": None,
+    },
 }
 
 
@@ -85,6 +117,9 @@ def make_checkpoint(
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:
                     parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+            for name, buffer in (*model.named_buffers(), *model.named_parameters()):
+                if name.endswith("correction_bias"):
+                    buffer.normal_(std=0.3)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(path, max_shard_size=max_shard_size)
     make_tokenizer(path)

@@ -1,0 +1,164 @@
+"""A config.json's rotary embedding, read with transformers' priorities.
+
+`rope_scaling` replaces `rope_parameters`. Inside it, `rope_theta` and `partial_rotary_factor` come
+before those beside it; `original_max_position_embeddings` comes after the one beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Protocol
+
+from weft.models.spec.config_fields import Fields
+from weft.models.spec.spec import RopeSpec
+
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+class RopeDefaults(Protocol):
+    """What a family has where its config.json has no field; see families.Family."""
+
+    @property
+    def model_type(self) -> str:
+        """The family."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The context."""
+
+    @property
+    def rope_theta(self) -> float:
+        """The wavelengths' base."""
+
+    @property
+    def rotated(self) -> float | None:
+        """The part of a head that is rotated; None if the family always rotates all of it."""
+
+    @property
+    def neighbours(self) -> bool:
+        """See RopeSpec."""
+
+
+def read_rope(fields: Fields, head_dim: int, family: RopeDefaults) -> RopeSpec:
+    """Read the rotary embedding.
+
+    Raises:
+        ModelError: a value is missing, unknown, or does not fit the others.
+    """
+    scaling = fields.section("rope_scaling")
+    if not scaling.values:
+        scaling = fields.section("rope_parameters")
+    for name, value in scaling.values.items():
+        if isinstance(value, dict):
+            raise scaling.error(name, "the same rotary embedding in all layers")
+    context = fields.integer("max_position_embeddings", family.max_position_embeddings)
+    base = RopeSpec(
+        (scaling if scaling.has("rope_theta") else fields).number("rope_theta", family.rope_theta),
+        dim=_rotated(fields, scaling, head_dim, family),
+        neighbours=family.neighbours,
+    )
+    kind_field = "rope_type" if scaling.has("rope_type") else "type"
+    kind = scaling.choice(kind_field, _kinds(family), default="default")
+    if kind in ("default", "mrope"):
+        return base
+    if family.model_type == "phi3":
+        kind = "longrope"
+    if kind == "linear":
+        return replace(base, scaling="linear", factor=scaling.number("factor"))
+    in_section = scaling.integer("original_max_position_embeddings", context)
+    original = fields.integer(
+        "original_max_position_embeddings",
+        family.max_position_embeddings if family.model_type == "phi3" else in_section,
+    )
+    if kind == "llama3":
+        return _llama3(scaling, replace(base, original_max_len=original))
+    factor = scaling.number("factor", context / original)
+    scaled = replace(base, factor=factor, original_max_len=original)
+    if kind == "yarn":
+        return _yarn(scaling, scaled)
+    return _longrope(scaling, replace(scaled, max_len=context))
+
+
+def _kinds(family: RopeDefaults) -> tuple[str, ...]:
+    """Return the types of scaling that a family may have.
+
+    Text has the same position on all of mrope's axes, so that it is the default there. Phi-3's old
+    names for longrope are su and yarn.
+    """
+    if family.model_type == "phi3":
+        return ("default", "longrope", "su", "yarn")
+    return (*KINDS, "mrope") if "_vl" in family.model_type else KINDS
+
+
+def _rotated(fields: Fields, scaling: Fields, head_dim: int, family: RopeDefaults) -> int:
+    """Read how many dimensions of a head are rotated."""
+    default = family.rotated
+    if default is None:
+        return head_dim
+    if family.model_type == "minimax_m2":
+        default = fields.integer("rotary_dim", head_dim) / head_dim
+    name = "partial_rotary_factor"
+    given = scaling if scaling.has(name) else fields
+    part = given.number(name, default)
+    dim = int(head_dim * part)
+    if part > 1 or dim % 2 or not dim:
+        raise given.error(name, f"an even number of the {head_dim} dimensions of a head")
+    return dim
+
+
+def _llama3(scaling: Fields, rope: RopeSpec) -> RopeSpec:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low >= high:
+        raise scaling.error("low_freq_factor", f"less than high_freq_factor, {high}")
+    return replace(
+        rope,
+        scaling="llama3",
+        factor=scaling.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(scaling: Fields, rope: RopeSpec) -> RopeSpec:
+    """Read yarn's parameters (Peng et al. 2023, section 3)."""
+    slow, fast = scaling.number("beta_slow", 1.0), scaling.number("beta_fast", 32.0)
+    if slow > fast:
+        raise scaling.error("beta_slow", f"at most beta_fast, {fast}")
+
+    def amplitude(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    inferred = amplitude(1.0)
+    if scaling.has("mscale") and scaling.has("mscale_all_dim"):
+        inferred = amplitude(scaling.number("mscale")) / amplitude(scaling.number("mscale_all_dim"))
+    return replace(
+        rope,
+        scaling="yarn",
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=scaling.flag("truncate", True),
+        amplitude=scaling.number("attention_factor", inferred),
+    )
+
+
+def _longrope(scaling: Fields, rope: RopeSpec) -> RopeSpec:
+    """Read longrope's parameters (Ding et al. 2024)."""
+    inferred = 1.0
+    if rope.factor > 1:
+        inferred = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len))
+    return replace(
+        rope,
+        scaling="longrope",
+        short_factors=_factors(scaling, "short_factor", rope),
+        long_factors=_factors(scaling, "long_factor", rope),
+        amplitude=scaling.number("attention_factor", inferred),
+    )
+
+
+def _factors(scaling: Fields, name: str, rope: RopeSpec) -> tuple[float, ...]:
+    factors = scaling.array(name)
+    numbers = [type(each) in (int, float) and 0 < each < math.inf for each in factors]
+    if len(factors) != rope.dim // 2 or not all(numbers):
+        raise scaling.error(name, f"a list with {rope.dim // 2} numbers above 0")
+    return tuple(map(float, factors))
