@@ -54,20 +54,22 @@ def dequantize(
     Returns:
         float32 [rows, columns].
     """
-    width, block, blocks, left = columns.stop - columns.start, spec.block[1], slice(0, 1), 0
+    width, height = columns.stop - columns.start, rows.stop - rows.start
+    if not width or not height:
+        return torch.empty(height, width)
+    block, blocks, left = width, slice(0, 1), 0
     if scales.shape[1] > 1:  # compute whole blocks, then cut them at the part's ends
+        block = spec.block[1]
         blocks = _words(columns, block)
         left = columns.start - blocks.start * block
-    else:
-        block = width
     padded = (blocks.stop - blocks.start) * block
-    result = torch.zeros(rows.stop - rows.start, padded)
-    step = max(8, CHUNK // max(padded, 1) // 8 * 8)
+    result = torch.zeros(height, padded)
+    step = max(8, CHUNK // padded // 8 * 8)
     for start in range(rows.start, rows.stop, step):
         part = slice(start, min(start + step, rows.stop))
         values = result[part.start - rows.start : part.stop - rows.start]
         values[:, left : left + width] = _numbers(spec, codes, part, columns)
-        in_blocks = values.view(len(values), -1, max(block, 1))
+        in_blocks = values.view(len(values), -1, block)
         if zeros is not None:
             in_blocks -= _of_rows(zeros[:, blocks], spec.block[0], part)
         in_blocks *= _of_rows(scales[:, blocks], spec.block[0], part)

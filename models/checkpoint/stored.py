@@ -105,6 +105,8 @@ class Quantized:
         grid = scale_grid(self.spec, scales, blocks)
         self._check_scales(grid)
         points = zero_grid(self.spec, zeros, blocks)
+        if self.zeros is not None and points is not None and self.spec.format == "gptq":
+            self._check_zeros(points, self.zeros)
         part = dequantize(self.spec, get(self.codes)[expert], grid, points, rows, columns)
         return part.t() if self._is_transposed else part
 
@@ -124,6 +126,14 @@ class Quantized:
             raise ModelError(
                 f"{self.scales.file}: {self.scales.name} holds {wrong[0].item()}; a scale is a "
                 "finite number other than 0, so the file is damaged"
+            )
+
+    def _check_zeros(self, grid: Tensor, zeros: Entry) -> None:
+        """Refuse zero points of 0 in GPTQ's first version: packing them damages their words."""
+        if (grid == 0).any():
+            raise ModelError(
+                f"{zeros.file}: {zeros.name} holds a zero point of 0, which checkpoint_format "
+                "'gptq' cannot store; give the checkpoint in the format 'gptq_v2'"
             )
 
     def _check_small_parts(self, get: Callable[[Entry], Tensor]) -> None:

@@ -246,6 +246,8 @@ def _check_files(
     expected = {name: place.shape for place in places.values() for name in tensors[place]}
     rest = {name: entry for name, entry in entries.items() if name not in expected}
     lm_head = rest.pop(LM_HEAD, None) if spec.lm_head is None else None
+    for name in [name for name in rest if _is_extra_bias(name, entries)]:
+        _check_zero(rest.pop(name))
     if unexpected := [name for name in rest if not _patterns(name, spec)]:
         raise _unexpected(unexpected, rest[unexpected[0]].file, spec)
     if missing := [name for name in expected if name not in entries]:
@@ -277,6 +279,19 @@ def _known_name(stored: str, known: Set[str]) -> str:
         if stored.startswith(prefix) and (name := ours + stored[len(prefix) :]) in known:
             return name
     return stored
+
+
+def _is_extra_bias(name: str, entries: Mapping[str, Entry | Quantized]) -> bool:
+    """Tell whether a name is the bias of a GPTQ matrix; AutoGPTQ gives one to every matrix."""
+    matrix = entries.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
+    return isinstance(matrix, Quantized) and matrix.spec.format in ("gptq", "gptq_v2")
+
+
+def _check_zero(bias: Entry | Quantized) -> None:
+    """Check that a bias without a place in the model has no effect."""
+    tensor = _open(bias.file).get_tensor(bias.name)
+    if tensor.count_nonzero():
+        raise ModelError(f"{bias.file}: {bias.name} is not 0, but the model has no such bias")
 
 
 def _patterns(name: str, spec: ModelSpec) -> list[str]:

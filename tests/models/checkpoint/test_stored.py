@@ -1,0 +1,286 @@
+"""Quantised checkpoints load as the numbers that they stand for, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import make_checkpoint
+from support.quantized import EXPERT_FORMATS, FILE, FORMATS, edit_config, fp8, quantize
+from torch import Tensor
+
+from weft.errors import ModelError
+from weft.models.checkpoint.locate import read_spec
+from weft.models.checkpoint.weights import Weights
+from weft.models.spec.layout import Layout
+
+Tensors = dict[str, Tensor]
+WEIGHT = "model.layers.1.mlp.down_proj.weight"
+STEM = WEIGHT.removesuffix("weight")
+LAYOUTS = [
+    Layout(),
+    *(Layout(tp=2, rank=rank) for rank in range(2)),
+    *(Layout(tp=4, rank=rank) for rank in (0, 3)),
+]
+EXPERT_LAYOUTS = [*LAYOUTS, *(Layout(ep=2, rank=rank) for rank in range(2))]
+STACKED = {
+    **EXPERT_FORMATS,
+    "fp8": FORMATS["fp8, blocks"],
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints to quantise. Neither heads nor widths are multiples of all blocks."""
+    return {
+        family: make_checkpoint(tmp_path_factory.mktemp(family), family)
+        for family in ("llama", "phi3", "qwen3_moe")
+    }
+
+
+def check_equal(quantized: Path, plain: Path, layouts: list[Layout]) -> None:
+    """Compare all that each rank reads from two checkpoints."""
+    spec, plain_spec = read_spec(quantized), read_spec(plain)
+    assert spec.quantization is not None
+    assert spec.dtype == plain_spec.dtype
+    for layout in layouts:
+        weights = Weights(quantized, spec, layout=layout)
+        expected = Weights(plain, plain_spec, layout=layout)
+        for weight in plain_spec.weights:
+            pairs = zip(weights.read_each(weight), expected.read_each(weight), strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs), (weight.name, layout)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+def test_every_format_is_read_as_its_numbers(
+    family: str, form: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """Scales are in other files than the codes, and ranks' cuts are inside blocks."""
+    layouts = EXPERT_LAYOUTS if family == "qwen3_moe" else LAYOUTS
+    check_equal(*quantize(sources[family], tmp_path, FORMATS[form], files=2), layouts)
+
+
+@pytest.mark.parametrize("form", STACKED)
+def test_stacked_experts_have_stacked_scales(form: str, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 96, "hidden_size": 64}
+    source = make_checkpoint(tmp_path / "source", "qwen3_moe", **sizes)
+    tensors = load_file(source / FILE)
+    stack(tensors, transposed=form == "mxfp4")
+    save_file(tensors, source / FILE)
+    check_equal(*quantize(source, tmp_path, STACKED[form]), EXPERT_LAYOUTS)
+
+
+def stack(tensors: Tensors, transposed: bool) -> None:
+    """Join the experts' tensors as transformers does."""
+    for i in range(2):
+        name = f"model.layers.{i}.mlp.experts"
+
+        def all_of(kind: str, name: str = name) -> Tensor:
+            return torch.stack([tensors.pop(f"{name}.{e}.{kind}.weight") for e in range(8)])
+
+        gate_up = torch.cat([all_of("gate_proj"), all_of("up_proj")], dim=1)
+        joined = {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": all_of("down_proj")}
+        tensors |= {name: (t.mT if transposed else t).contiguous() for name, t in joined.items()}
+
+
+def test_scales_of_activations_and_caches_are_skipped(
+    sources: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = FORMATS["compressed-tensors fp8, tensor"]
+    quantized, _ = quantize(sources["llama"], tmp_path, form)
+    with caplog.at_level(logging.INFO):
+        Weights(quantized, read_spec(quantized))
+    assert "skipped tensors: 28, 112 B: *.input_scale, *.k_scale" in caplog.text
+
+
+def test_progress_counts_bytes_of_the_files(sources: dict[str, Path], tmp_path: Path) -> None:
+    quantized, _ = quantize(sources["llama"], tmp_path, FORMATS["int4, groups"])
+    counts: list[tuple[int, int]] = []
+    spec = read_spec(quantized)
+    weights = Weights(quantized, spec, lambda done, total: counts.append((done, total)))
+    for weight in spec.weights:
+        weights.read(weight)
+    held = sum(tensor.nbytes for tensor in load_file(quantized / FILE).values())
+    assert counts[-1] == (held, held)
+
+
+def change_scale(value: float, end: str = "weight_scale_inv") -> Callable[[Tensors], Any]:
+    def change(tensors: Tensors) -> None:
+        tensors[STEM + end].view(-1)[-1] = value
+
+    return change
+
+
+BLOCKS, INT4, INT8 = "fp8, blocks", "int4, groups", "int8, channel, zero points"
+WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
+    "no scale": (
+        BLOCKS,
+        lambda tensors: tensors.pop(f"{WEIGHT}_scale_inv"),
+        f"{FILE} has {WEIGHT}, but no safetensors file has {WEIGHT}_scale_inv",
+    ),
+    "no zero point": (
+        INT8,
+        lambda tensors: tensors.pop(f"{WEIGHT}_zero_point"),
+        f"{FILE} has {WEIGHT}, but no safetensors file has {WEIGHT}_zero_point",
+    ),
+    "no numbers": (
+        INT4,
+        lambda tensors: tensors.pop(f"{WEIGHT}_packed"),
+        f"{FILE} has {WEIGHT}_scale, {WEIGHT}_shape, which are part of a quantized weight",
+    ),
+    "numbers twice": (
+        INT4,
+        lambda tensors: tensors.update({WEIGHT: torch.zeros(64, 96)}),
+        f"{FILE} has both {WEIGHT}_packed and {WEIGHT}",
+    ),
+    "scale's shape": (
+        BLOCKS,
+        lambda tensors: tensors.update({f"{WEIGHT}_scale_inv": torch.ones(1, 4)}),
+        f"{FILE}: {WEIGHT}_scale_inv has shape (1, 4); by config.json it is (2, 4)",
+    ),
+    "scale's dtype": (
+        BLOCKS,
+        lambda tensors: tensors.update({f"{WEIGHT}_scale_inv": torch.ones(2, 4).int()}),
+        f"{WEIGHT}_scale_inv is I32; supported is F32, BF16, F16, F8_E8M0",
+    ),
+    "zero point's shape": (
+        "awq",
+        lambda tensors: tensors.update({f"{STEM}qzeros": torch.zeros(6, 7, dtype=torch.int32)}),
+        f"{STEM}qzeros has shape (6, 7); by config.json it is (6, 8)",
+    ),
+    "zero point's dtype": (
+        INT8,
+        lambda tensors: tensors.update({f"{WEIGHT}_zero_point": torch.zeros(64, 1)}),
+        f"{WEIGHT}_zero_point is F32; supported is I8",
+    ),
+    "numbers' shape": (
+        "gptq, 4 bits",
+        lambda tensors: tensors.update({f"{STEM}qweight": torch.zeros(4, dtype=torch.int32)}),
+        f"{STEM}qweight has shape (4,); no gptq matrix has this shape",
+    ),
+    "matrix's shape": (
+        BLOCKS,
+        lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:60].clone()}),
+        f"{FILE}: {WEIGHT} has shape (60, 96); by config.json it is (64, 96)",
+    ),
+    "another format": (
+        INT4,
+        lambda tensors: tensors.update({f"{STEM}qweight": torch.zeros(8, 8, dtype=torch.int32)}),
+        f"{STEM}qweight, which is part of a quantized weight; config.json has another",
+    ),
+    "float8 e5m2": (
+        BLOCKS,
+        lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].to(torch.float8_e5m2)}),
+        f"{WEIGHT}_scale_inv, which is part of a quantized weight",
+    ),
+    "zero": (BLOCKS, change_scale(0.0), f"{FILE}: {WEIGHT}_scale_inv holds 0.0; a scale is a fin"),
+    "NaN": (BLOCKS, change_scale(float("nan")), f"{FILE}: {WEIGHT}_scale_inv holds nan; a scale"),
+    "infinity": (
+        INT4,
+        change_scale(float("-inf"), "weight_scale"),
+        f"{FILE}: {WEIGHT}_scale holds -inf; a scale is a finite number",
+    ),
+    "NaN in the numbers": (
+        BLOCKS,
+        change_scale(float("nan"), "weight"),
+        f"{FILE}: {WEIGHT} holds nan; the file is damaged",
+    ),
+    "product too large": (
+        BLOCKS,
+        lambda tensors: (change_scale(3e38)(tensors), change_scale(-448.0, "weight")(tensors)),
+        f"{FILE}: {WEIGHT} holds -inf; the file is damaged",
+    ),
+    "stored shape": (
+        INT4,
+        lambda tensors: tensors.update({f"{WEIGHT}_shape": torch.tensor([64, 90])}),
+        f"{FILE}: {WEIGHT}_shape holds (64, 90); {WEIGHT}_packed and config.json say (64, 96)",
+    ),
+    "act-order": (
+        "gptq, 4 bits",
+        lambda tensors: tensors.update({f"{STEM}g_idx": tensors[f"{STEM}g_idx"].flip(0)}),
+        f"{FILE}: {STEM}g_idx reorders the columns (act-order); weft supports desc_act false",
+    ),
+    "zero point of 0": (
+        "gptq, 4 bits",
+        lambda tensors: tensors[f"{STEM}qzeros"].fill_(-1),
+        f"{FILE}: {STEM}qzeros holds a zero point of 0, which checkpoint_format 'gptq' cannot",
+    ),
+    "bias": (
+        "gptq, 4 bits",
+        lambda tensors: tensors[f"{STEM}bias"].fill_(1.0),
+        f"{FILE}: {STEM}bias is not 0, but the model has no such bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_parts_are_refused_by_name(
+    wrong: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    form, change, message = WRONG[wrong]
+    quantized, _ = quantize(sources["llama"], tmp_path, FORMATS[form])
+    tensors = load_file(quantized / FILE)
+    change(tensors)
+    save_file(tensors, quantized / FILE)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        read_all(quantized)
+
+
+def read_all(path: Path) -> None:
+    spec = read_spec(path)
+    weights = Weights(path, spec)
+    for weight in spec.weights:
+        for _ in weights.read_each(weight):
+            pass
+
+
+def test_an_ignored_module_may_not_be_quantized(sources: dict[str, Path], tmp_path: Path) -> None:
+    quantized, _ = quantize(sources["llama"], tmp_path, FORMATS[BLOCKS])
+    section = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    section["modules_to_not_convert"] = ["lm_head", "model.layers.1.mlp.down_proj"]
+    edit_config(quantized, quantization_config=section)
+    message = f"{WEIGHT} is F8_E4M3; by quantization_config in config.json, {WEIGHT} is not quant"
+    with pytest.raises(ModelError, match=re.escape(message)):
+        read_spec_and_weights(quantized)
+
+
+def read_spec_and_weights(path: Path) -> Weights:
+    return Weights(path, read_spec(path))
+
+
+def test_a_tied_head_may_not_be_quantized(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama")
+    form = fp8(dict(FORMATS[BLOCKS].config, modules_to_not_convert=None), (40, 24))
+    quantized, _ = quantize(source, tmp_path, form)
+    tensors = load_file(quantized / FILE)
+    packed, _ = form.pack("lm_head.weight", tensors.pop("lm_head.weight"))
+    save_file(tensors | packed, quantized / FILE)
+    read_all(quantized)
+    edit_config(quantized, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="lm_head.weight is quantized, but config.json says tie"):
+        read_spec_and_weights(quantized)
+
+
+def test_groups_of_a_checkpoint_differ_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Attention is fp8 and the rest int4, each with the part of the names that it targets."""
+    one, other = FORMATS["compressed-tensors fp8, channel"], FORMATS[INT4]
+    sections = [json.loads(json.dumps(form.config)) for form in (one, other)]
+    groups = {}
+    for section, targets in zip(sections, (["re:.*self_attn.*"], ["Linear"]), strict=True):
+        group = section["config_groups"]["group_0"]
+        groups[targets[0]] = {**group, "targets": targets, "format": section["format"]}
+    config = {**sections[0], "config_groups": groups, "format": "mixed-precision"}
+
+    def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        return (one if "self_attn" in name else other).pack(name, weight)
+
+    form = type(one)(config, pack)
+    check_equal(*quantize(sources["llama"], tmp_path, form), LAYOUTS)
