@@ -243,9 +243,11 @@ class Decoder:
             matrix: str, shape: tuple[int, ...], axes: tuple[Axis, ...], stack: Place
         ) -> WeightSpec:
             name = f"{layer}.{block}.experts.{{expert}}.{matrix}.weight"
-            swapped = (*stack.shape[:-2], stack.shape[-1], stack.shape[-2])
-            places = (Place(name, shape[1:]), stack, replace(stack, shape=swapped, transposed=True))
-            return WeightSpec(name, shape, axes, places)
+            turned = Place(stack.name, swap(stack.shape), swap(stack.start), transposed=True)
+            return WeightSpec(name, shape, axes, (Place(name, shape[1:]), stack, turned))
+
+        def swap(axes: tuple[int, ...]) -> tuple[int, ...]:
+            return (*axes[:-2], *axes[:-3:-1])
 
         gate, up, down = matrices
         return MoeSpec(

@@ -123,6 +123,10 @@ def fp8(
     """
 
     def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        if weight.dim() == 3:
+            each = [pack(name, expert) for expert in weight]
+            stacked = {part: torch.stack([parts[part] for parts, _ in each]) for part in each[0][0]}
+            return stacked, torch.stack([value for _, value in each])
         sizes = tuple(b or n for b, n in zip(block or (0, 0), weight.shape, strict=True))
         scale = largest(weight, sizes) / 448
         if dtype == torch.float8_e8m0fnu:
