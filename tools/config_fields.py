@@ -22,6 +22,7 @@ from weft.models.spec.config_table import (
     rope_effect,
 )
 from weft.models.spec.families import FAMILIES
+from weft.models.spec.quantization import METHODS
 
 PAGE = Path(__file__).parent.parent / "docs/config-fields.md"
 
@@ -54,6 +55,12 @@ ROPE = """
 These rows hold for all families.
 """
 
+QUANTIZATION = """
+## Inside quantization_config
+
+Each method has its own fields. [models.md](models.md#quantized-checkpoints) names the formats.
+"""
+
 
 def page() -> str:
     """The whole page."""
@@ -69,7 +76,22 @@ def page() -> str:
         for name in sorted(ROPE_READ | ROPE_HARMLESS | set(ROPE_ONLY))
     ]
     table = _table(["field", *(f"`{each}`" for each in families)], rows)
-    return f"{INTRODUCTION}\n{table}{ROPE}\n{_table(['field', 'effect'], rope_rows)}"
+    quantization_rows = [
+        [f"`{method}`", f"`{name}`", cell]
+        for method, fields in METHODS.items()
+        for name, cell in sorted(
+            {
+                **dict.fromkeys(fields.fields, "read"),
+                **{name: _cell("only", allowed) for name, allowed in fields.only.items()},
+                **dict.fromkeys(fields.harmless, "harmless"),
+            }.items()
+        )
+    ]
+    quantization_table = _table(["`quant_method`", "field", "effect"], quantization_rows)
+    return (
+        f"{INTRODUCTION}\n{table}{ROPE}\n{_table(['field', 'effect'], rope_rows)}"
+        f"{QUANTIZATION}\n{quantization_table}"
+    )
 
 
 def _cell(effect: str, allowed: Iterable[object]) -> str:

@@ -369,9 +369,9 @@ def _group_size(fields: Fields) -> int:
 
 def _block(fields: Fields, name: str) -> tuple[int, int]:
     """Read a block's rows and columns."""
-    match fields.values.get(name):
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
-            return rows, columns
+    value = fields.array(name)
+    if len(value) == 2 and all(type(size) is int and size > 0 for size in value):
+        return value[0], value[1]
     raise fields.error(name, "[rows, columns], for example [128, 128]")
 
 

@@ -258,20 +258,6 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
         ({"is_causal": 1}, "is_causal is 1; supported is true"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config is {'0': {}}; supported is no such"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported is at most"),
-        *(
-            (
-                {"quantization_config": config},
-                f"quantization_config.quant_method is {name}; weft does not support quantized "
-                "checkpoints yet: give the original model",
-            )
-            for config, name in (
-                ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"),
-                ({"quant_method": "awq", "bits": 4}, "'awq'"),
-                ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-                ({"bits": 4}, "null"),
-                ("fp8", "'fp8'"),
-            )
-        ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'; supported is a whole number"),
         ({"hidden_size": True}, "hidden_size is true"),

@@ -63,15 +63,8 @@ def quantized(method: str) -> Callable[[Path], None]:
     ("change", "message"),
     [
         (as_gguf, "it has m-q4.gguf, in llama.cpp's format: weft reads safetensors"),
-        (
-            quantized("fp8"),
-            "quant_method is 'fp8'; weft does not support quantized checkpoints yet",
-        ),
-        (
-            quantized("awq"),
-            "quant_method is 'awq'; weft does not support quantized checkpoints yet",
-        ),
-        (quantized("gptq"), "quant_method is 'gptq'; weft does not support quantized checkpoints"),
+        (quantized("hqq"), "quantization_config.quant_method is 'hqq'; supported is 'fp8' or "),
+        (quantized("gptq"), "quantization_config.bits is missing"),
         (without_tokenizer, "looked for tokenizer.json; tokenizer.model alone is not enough"),
         (without_shard, "b.safetensors is missing; model.safetensors.index.json names it"),
         (lambda path: (path / "config.json").unlink(), "has no config.json: give the directory"),
