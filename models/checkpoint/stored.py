@@ -1,4 +1,4 @@
-"""What a checkpoint stores for one tensor: the tensor itself, or a quantised matrix in parts.
+"""Stored tensors: plain ones, and quantised matrices in several parts.
 
 `join_quantized` finds the parts of each quantised matrix by their names: numbers, scales, zero
 points. The loader then sees one entry with the matrix's own name and shape, and reads any part of

@@ -49,14 +49,16 @@ class Quantization:
         groups: pairs of a regular expression for module names, and their QuantSpec. The first match
             counts.
         ignored: a regular expression for the names of modules that are not quantised.
+        ignored_ends: ends of names of other modules that are not quantised.
     """
 
     groups: tuple[tuple[str, QuantSpec], ...]
     ignored: str
+    ignored_ends: tuple[str, ...] = ()
 
     def of(self, module: str) -> QuantSpec | None:
         """Return a module's QuantSpec; None if the module is not quantised."""
-        if re.match(self.ignored, module):
+        if module.endswith(self.ignored_ends) or re.match(self.ignored, module):
             return None
         return next((spec for pattern, spec in self.groups if re.match(pattern, module)), None)
 
@@ -129,7 +131,7 @@ class Method:
 def _fp8(fields: Fields) -> Quantization:
     block = _block(fields, "weight_block_size") if fields.has("weight_block_size") else (0, 0)
     names = "modules_to_not_convert" if fields.has("modules_to_not_convert") else "ignored_layers"
-    return Quantization(((ALL, QuantSpec("fp8", block)),), _transformers_names(fields, names))
+    return _except(QuantSpec("fp8", block), fields, names)
 
 
 def _modelopt(fields: Fields) -> Quantization:
@@ -143,7 +145,7 @@ def _modelopt(fields: Fields) -> Quantization:
 
 def _awq(fields: Fields) -> Quantization:
     spec = QuantSpec("awq", (1, _group_size(fields)), bits=4, zero_points=True)
-    return Quantization(((ALL, spec),), _transformers_names(fields, "modules_to_not_convert"))
+    return _except(spec, fields)
 
 
 def _gptq(fields: Fields) -> Quantization:
@@ -169,8 +171,7 @@ def _gptq(fields: Fields) -> Quantization:
 
 
 def _mxfp4(fields: Fields) -> Quantization:
-    spec = QuantSpec("mxfp4", (1, 32), bits=4)
-    return Quantization(((ALL, spec),), _transformers_names(fields, "modules_to_not_convert"))
+    return _except(QuantSpec("mxfp4", (1, 32), bits=4), fields)
 
 
 def _compressed_tensors(fields: Fields) -> Quantization:
@@ -382,14 +383,15 @@ def _strings(fields: Fields, name: str) -> list[str]:
     return values
 
 
-def _transformers_names(fields: Fields, name: str) -> str:
-    """Return an expression for transformers' rule, `should_convert_module`.
+def _except(spec: QuantSpec, fields: Fields, name: str = "modules_to_not_convert") -> Quantization:
+    """Quantise all but a list of modules, by transformers' rule (`should_convert_module`).
 
-    A name matches up to the end of one of its parts, as a regular expression, or at its own end.
+    An entry matches a name up to the end of one of its parts, as a regular expression, or at the
+    name's end.
     """
-    patterns = [rf"(?:{each})(?:(?<=\.)|(?=\.|$))" for each in _strings(fields, name)]
-    patterns += [f".*{re.escape(each)}$" for each in _strings(fields, name)]
-    return _any_of(fields, name, patterns)
+    names = _strings(fields, name)
+    patterns = [rf"(?:{each})(?:(?<=\.)|(?=\.|$))" for each in names]
+    return Quantization(((ALL, spec),), _any_of(fields, name, patterns), tuple(names))
 
 
 def _compressed_tensors_names(fields: Fields, name: str) -> str:

@@ -149,7 +149,7 @@ IN_GROUP = ".config_groups.group_0."
         ({**FP8, "activation_scheme": "x"}, ".activation_scheme is 'x'; supported is 'dynamic'"),
         ({**FP8, "weight_block_size": [128]}, ".weight_block_size is [128]; supported is [rows, c"),
         ({**FP8, "weight_block_size": [0, 8]}, ".weight_block_size is [0, 8]; supported is"),
-        ({**FP8, "weight_block_size": [True, 8]}, ".weight_block_size is [True, 8]; supported is"),
+        ({**FP8, "weight_block_size": [True, 8]}, ".weight_block_size is [true, 8]; supported is"),
         ({**FP8, "modules_to_not_convert": ["["]}, ".modules_to_not_convert has a wrong regular"),
         ({**FP8, "modules_to_not_convert": [1]}, ".modules_to_not_convert is [1]; supported is a"),
         ({**FP8, "modules_to_not_convert": "x"}, ".modules_to_not_convert is 'x'; supported is a"),
