@@ -215,8 +215,7 @@ class RopeSpec:
         if self.scaling == "longrope":
             is_long = self.max_len > self.original_max_len
             factors = self.long_factors if is_long else self.short_factors
-            each: npt.NDArray[np.float32] = inverse / np.array(factors, np.float32)
-            return each
+            return (inverse / np.array(factors, np.float32)).astype(np.float32)
         scaled: npt.NDArray[np.float32] = inverse / np.float32(self.factor)
         if self.scaling == "linear":
             return scaled
