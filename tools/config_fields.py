@@ -1,4 +1,4 @@
-"""Writes docs/config-fields.md: weft's treatment of each field in config.json, by family.
+"""Writes docs/config-fields.md: weft's treatment of each field in config.json.
 
 python tools/config_fields.py          # write the file
 """
@@ -16,7 +16,6 @@ from weft.models.spec.config_table import (
     READ_BY,
     READ_FOR_TEXT,
     ROPE_HARMLESS,
-    ROPE_ONLY,
     ROPE_READ,
     effect,
     rope_effect,
@@ -29,9 +28,12 @@ PAGE = Path(__file__).parent.parent / "docs/config-fields.md"
 INTRODUCTION = """# Fields of config.json
 
 weft runs a checkpoint as `transformers` does, or refuses it. This page has a row for each field in
-`config.json`, and a column for each family. `python tools/config_fields.py` writes it from
+`config.json`. `python tools/config_fields.py` writes it from
 [config_table.py](../models/spec/config_table.py). Tests compare the table with weft's own reading
 and with the source code in `transformers`.
+
+Families have the names of `model_type`, or of `text_config.model_type` in models with vision. weft
+then reads the fields in `text_config`.
 
 | word | meaning |
 | --- | --- |
@@ -39,9 +41,8 @@ and with the source code in `transformers`.
 | only ... | Any other value is refused. |
 | refused | The field must be absent or `null`. |
 | harmless | The field has no effect on answers. |
-| - | Neither `transformers` nor weft reads the field in this family. |
 
-Fields without a row are like fields with a `-`. The log names them once at load. A misspelt name
+Neither `transformers` nor weft reads fields without a row, or families that a row leaves out. The log names them once at load. A misspelt name
 has a suggestion: `rope_thetaa (did you mean rope_theta?)`. A field with the value `null` counts as
 absent.
 
@@ -49,10 +50,23 @@ Sampling fields such as `temperature` count only without a `generation_config.js
 counts if that file has none. weft does not read other arguments for `generate()`.
 """
 
+NOT_READ = "-"
+
 ROPE = """
 ## Inside rope_parameters and rope_scaling
 
-These rows hold for all families.
+These rows hold for all families. `partial_rotary_factor` must be `1` in families that do not read
+it beside these objects either.
+"""
+
+OF_ALL = """
+## Fields of all families
+
+"""
+
+OF_SOME = """
+## Fields of some families
+
 """
 
 QUANTIZATION = """
@@ -64,18 +78,24 @@ Each method has its own fields. [models.md](models.md#quantized-checkpoints) nam
 
 def page() -> str:
     """The whole page."""
-    families = [family.model_type for family in FAMILIES.values()]
+    families = list(dict.fromkeys(family.model_type for family in FAMILIES.values()))
     by_family = set().union(*READ_BY.values(), *HARMLESS_BY.values())
-    names = sorted(READ | READ_FOR_TEXT | HARMLESS | set(ONLY) | by_family)
-    rows = [
-        [f"`{name}`", *(_cell(effect(name, each), ONLY.get(name, ())) for each in families)]
-        for name in names
-    ]
+    of_all, of_some = [], []
+    for name in sorted(READ | READ_FOR_TEXT | HARMLESS | set(ONLY) | by_family):
+        found: dict[str, list[str]] = {}
+        for family in families:
+            cell = _cell(effect(name, family), ONLY.get(name, ()))
+            found.setdefault(cell, []).append(f"`{family}`")
+        if len(found) == 1:
+            of_all.append([f"`{name}`", *found])
+            continue
+        for cell, those in found.items():
+            rest = len(those) > len(families) // 2
+            if cell != NOT_READ:
+                of_some.append([f"`{name}`", cell, "the others" if rest else ", ".join(those)])
     rope_rows = [
-        [f"`{name}`", _cell(rope_effect(name), ROPE_ONLY.get(name, ()))]
-        for name in sorted(ROPE_READ | ROPE_HARMLESS | set(ROPE_ONLY))
+        [f"`{name}`", _cell(rope_effect(name), ())] for name in sorted(ROPE_READ | ROPE_HARMLESS)
     ]
-    table = _table(["field", *(f"`{each}`" for each in families)], rows)
     quantization_rows = [
         [f"`{method}`", f"`{name}`", cell]
         for method, fields in METHODS.items()
@@ -87,18 +107,20 @@ def page() -> str:
             }.items()
         )
     ]
-    quantization_table = _table(["`quant_method`", "field", "effect"], quantization_rows)
-    return (
-        f"{INTRODUCTION}\n{table}{ROPE}\n{_table(['field', 'effect'], rope_rows)}"
-        f"{QUANTIZATION}\n{quantization_table}"
+    tables = (
+        OF_ALL + _table(["field", "effect"], of_all),
+        OF_SOME + _table(["field", "effect", "families"], of_some),
+        ROPE + "\n" + _table(["field", "effect"], rope_rows),
+        QUANTIZATION + "\n" + _table(["method", "field", "effect"], quantization_rows),
     )
+    return INTRODUCTION + "".join(tables)
 
 
 def _cell(effect: str, allowed: Iterable[object]) -> str:
     if effect == "only":
-        values = [f"`{_json(value)}`" for value in allowed if not isinstance(value, float)]
+        values = [f"`{_json(value)}`" for value in allowed if value != 1 or isinstance(value, int)]
         return f"only {', '.join(values)}" if values else "refused"
-    return "-" if effect == "unknown" else effect
+    return NOT_READ if effect == "unknown" else effect
 
 
 def _json(value: object) -> str:

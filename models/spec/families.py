@@ -11,7 +11,7 @@ add its rows to the parity test.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     of_tie = whole if whole.has("tie_word_embeddings") else fields
     of_dtype = fields if fields.has("dtype") or fields.has("torch_dtype") else whole
     tied = of_tie.flag("tie_word_embeddings", family.tied)
+    layers = tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers))
+    _check_layer_types(fields, decoder, layers)
     return ModelSpec(
         architecture=architecture,
         dtype=_dtype(of_dtype),
@@ -62,7 +64,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         head_dim=decoder.head_dim,
         max_model_len=fields.integer("max_position_embeddings", family.max_position_embeddings),
         embedding=decoder.table("model.embed_tokens", tied="lm_head" if tied else None),
-        layers=tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers)),
+        layers=layers,
         norm=decoder.norm("model.norm"),
         lm_head=None if tied else decoder.table("lm_head"),
         skipped=(
@@ -138,7 +140,6 @@ def _decoder(fields: Fields, family: Family) -> Decoder:
 
 
 def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
-    _check_layer_types(fields, decoder, None)
     bias = fields.flag("attention_bias", False)
     return decoder.layer(
         i,
@@ -149,7 +150,6 @@ def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 def _mistral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     window = _window(fields, default=4096)
-    _check_layer_types(fields, decoder, window)
     return decoder.layer(i, decoder.attention(i, window=window), decoder.mlp(i))
 
 
@@ -194,7 +194,6 @@ def _qwen2_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 def _qwen3_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     sliding = fields.flag("use_sliding_window", False)
     window = _window(fields, default=4096) if sliding else None
-    _check_layer_types(fields, decoder, window)
     bias = fields.flag("attention_bias", False)
     attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head", window=window)
     return decoder.layer(i, attention, _qwen3_experts(fields, decoder, i))
@@ -242,7 +241,6 @@ def _mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         matrices=("w1", "w3", "w2"),
     )
     window = _window(fields, default=None)
-    _check_layer_types(fields, decoder, window)
     return decoder.layer(i, decoder.attention(i, window=window), experts)
 
 
@@ -352,14 +350,15 @@ def _ernie(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 
 def _ernie_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
-    bias = fields.flag("use_bias", False)
-    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
+    if fields.flag("use_bias", False):
+        raise fields.error("use_bias", "false, because the LM head would have a bias, too")
+    attention = decoder.attention(i)
     first = fields.integer("moe_layer_start_index", 1, low=0)
     last = fields.integer("moe_layer_end_index", -1, low=-1)
     last = decoder.layers - 1 if last == -1 else last
     sparse = first <= i <= last and (i + 1) % fields.integer("moe_layer_interval", 1) == 0
     if not sparse:
-        return decoder.layer(i, attention, decoder.mlp(i, bias=bias))
+        return decoder.layer(i, attention, decoder.mlp(i))
     width = fields.integer("moe_intermediate_size")
     count = decoder.count_experts("moe_num_experts", "num_experts")
     router = decoder.router(
@@ -376,9 +375,7 @@ def _ernie_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         i,
         router,
         width=width,
-        shared=decoder.mlp(i, bias=bias, block="mlp.shared_experts", width=width * shared)
-        if shared
-        else None,
+        shared=decoder.mlp(i, block="mlp.shared_experts", width=width * shared) if shared else None,
     )
     return decoder.layer(i, attention, experts)
 
@@ -522,11 +519,14 @@ def _layer_types(fields: Fields, decoder: Decoder) -> list[Any]:
     return kinds
 
 
-def _check_layer_types(fields: Fields, decoder: Decoder, window: int | None) -> None:
-    """Refuse `layer_types` unless all layers have the kind that `sliding_window` implies."""
-    kind = "full_attention" if window is None else "sliding_attention"
-    if fields.has("layer_types") and set(map(str, _layer_types(fields, decoder))) != {kind}:
-        raise fields.error("layer_types", f"{kind} in all layers, as sliding_window says")
+def _check_layer_types(fields: Fields, decoder: Decoder, layers: Sequence[LayerSpec]) -> None:
+    """Refuse `layer_types` that do not agree with the layers' windows."""
+    if not fields.has("layer_types"):
+        return
+    for i, (kind, layer) in enumerate(zip(_layer_types(fields, decoder), layers, strict=True)):
+        full = layer.attention.sliding_window is None
+        if kind != (wanted := "full_attention" if full else "sliding_attention"):
+            raise fields.error("layer_types", f"{wanted} in layer {i}, as sliding_window says")
 
 
 def _qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:

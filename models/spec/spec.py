@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.models.spec.quantization import Quantization
 
@@ -193,7 +193,7 @@ class RopeSpec:
         all_pairs = np.zeros(head_dim // 2, np.float32)
         if self.dim:
             exponent = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
-            powers: npt.NDArray[np.float32] = np.float32(self.theta) ** exponent
+            powers = np.power(np.float32(self.theta), exponent).astype(np.float32)
             inverse: npt.NDArray[np.float32] = np.float32(1) / powers
             all_pairs[: self.dim // 2] = self._scaled(inverse)
         return all_pairs
@@ -217,21 +217,21 @@ class RopeSpec:
         if self.scaling == "longrope":
             is_long = self.max_len > self.original_max_len
             factors = self.long_factors if is_long else self.short_factors
-            each: npt.NDArray[np.float32] = inverse / np.array(factors, np.float32)
-            return each
+            return (inverse / np.array(factors, np.float32)).astype(np.float32)
         scaled: npt.NDArray[np.float32] = inverse / np.float32(self.factor)
         if self.scaling == "linear":
             return scaled
+        blend: npt.NDArray[Any]
         if self.scaling == "yarn":
-            kept = 1 - self._ramp(len(inverse))
+            blend = 1 - self._ramp(len(inverse))
         else:
             turns = self.original_max_len * inverse / np.float32(2 * np.pi)
-            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = np.clip(kept, 0.0, 1.0).astype(np.float32)
+            blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = np.clip(blend, 0.0, 1.0).astype(np.float32)
         blended: npt.NDArray[np.float32] = (1 - kept) * scaled + kept * inverse
         return blended
 
-    def _ramp(self, pairs: int) -> npt.NDArray[np.float64]:
+    def _ramp(self, pairs: int) -> npt.NDArray[Any]:
         """Return yarn's ramp over the pairs, from 0 (kept) to 1 (scaled); not clipped."""
         import numpy as np
 
@@ -244,7 +244,7 @@ class RopeSpec:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
         width = high - low if high != low else 0.001
-        ramp: npt.NDArray[np.float64] = (np.arange(pairs) - low) / width
+        ramp: npt.NDArray[Any] = (np.arange(pairs) - low) / width
         return ramp
 
 

@@ -97,6 +97,7 @@ def run(config: EngineConfig, topology: str, *, as_json: bool = False) -> int:
     spec = read_spec(locate(config.model, config.revision))
     check_layout(spec, config.tp_size, config.ep)
     max_model_len = context_length(config, spec)
+    spec = spec.for_context(max_model_len)
     dtype = compute_dtype(config, spec)
     layout = Layout(config.tp_size, config.ep)
     local = layout.local(spec)

@@ -61,6 +61,7 @@ def load_jax_model(
     spec = read_spec(path)
     check_layout(spec, config.tp_size, config.ep)
     max_model_len = context_length(config, spec)
+    spec = spec.for_context(max_model_len)
     dtype = compute_dtype(config, spec)
     devices = _devices(config, context)
     if config.kernels == "overlapped" and devices[0].platform == "cpu":

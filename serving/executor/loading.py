@@ -145,6 +145,7 @@ def load_model(
     path = fetched(config, progress)
     spec = read_spec(path)
     max_model_len = context_length(config, spec)
+    spec = spec.for_context(max_model_len)
     dtype = compute_dtype(config, spec)
     overlapped = config.kernels == "overlapped"
     check_layout(

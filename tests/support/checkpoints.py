@@ -38,7 +38,20 @@ FAMILIES = {
     "ernie4_5_moe": "Ernie4_5_MoeConfig",
     "seed_oss": "SeedOssConfig",
     "smollm3": "SmolLM3Config",
+    "qwen2_vl": "Qwen2VLConfig",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+    "qwen3_vl_moe": "Qwen3VLMoeConfig",
 }
+
+_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+_VISION_OF: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+    "qwen2_5_vl": _VISION | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    "qwen3_vl": _VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": _VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+}
+"""The image encoders of models for several modalities."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -55,6 +68,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": [2, 0],
     "pad_token_id": 0,
 }
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None},
@@ -68,6 +82,9 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 72,
     },
     "phi3": {"head_dim": None},
+    "qwen2_vl": {"head_dim": None, "rope_parameters": _MROPE},
+    "qwen2_5_vl": {"head_dim": None, "rope_parameters": _MROPE},
+    "qwen3_vl_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -109,10 +126,16 @@ def make_checkpoint(
 
     sizes = {**_SIZES, **_FAMILY_SIZES.get(family, {}), **overrides}
     sizes = {name: value for name, value in sizes.items() if name != "head_dim" or value}
-    config = getattr(transformers, FAMILIES[family])(**sizes)
+    kind, auto = getattr(transformers, FAMILIES[family]), transformers.AutoModelForCausalLM
+    if (vision := _VISION_OF.get(family)) is not None:
+        tied = sizes.pop("tie_word_embeddings")
+        config = kind(text_config=sizes, vision_config=vision, tie_word_embeddings=tied)
+        auto = transformers.AutoModelForImageTextToText
+    else:
+        config = kind(**sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:

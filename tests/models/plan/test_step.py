@@ -200,8 +200,8 @@ def test_few_tokens_need_few_experts(models: dict[str, Path]) -> None:
         return next(op for op in operators if op.what == "experts")
 
     (block,) = {layer.feed_forward for layer in spec.layers[:1]}
-    total = block.router.shape[0]  # type: ignore[union-attr]
-    top_k = block.top_k  # type: ignore[union-attr]
+    total = block.router.weight.shape[0]  # type: ignore[union-attr]
+    top_k = block.router.top_k  # type: ignore[union-attr]
     a_token = experts(2).read - experts(1).read
     assert experts(1).flops * total / top_k == pytest.approx(experts(total).flops / top_k)
     assert experts(1).read < experts(1000).read

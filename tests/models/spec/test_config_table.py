@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 from transformers import CONFIG_MAPPING, cache_utils, masking_utils, modeling_rope_utils
 from transformers.integrations import moe
 
+from weft.errors import ModelError
 from weft.models.spec.config_table import (
     HARMLESS,
     HARMLESS_BY,
@@ -21,9 +23,9 @@ from weft.models.spec.config_table import (
     READ_BY,
     READ_FOR_TEXT,
     ROPE_HARMLESS,
-    ROPE_ONLY,
     ROPE_READ,
     ROPE_SECTIONS,
+    WRAPPER,
     effect,
     rope_effect,
     unread,
@@ -39,17 +41,30 @@ SIZES: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "shared_expert_intermediate_size": 72,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"use_sliding_window": True, "mlp_only_layers": [0]},
+    {"use_sliding_window": True},
+    {"mlp_only_layers": [0]},
     {"layer_types": ["full_attention"] * 2, "sliding_window": None},
-    {"num_experts": None, "num_local_experts": 8, "dtype": "bfloat16"},
+    {"num_experts": None, "dtype": "bfloat16"},
+    {"moe_k": None},
+    {"sliding_window": 9},
     {"rope_scaling": LLAMA3},
     {"rope_parameters": LLAMA3 | {"rope_type": None, "type": "llama3"}},
+    {"rope_parameters": YARN},
+    {"rope_parameters": LONGROPE | {"partial_rotary_factor": 1.0}},
 )
 ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
+WRAPPERS = {family.model_type: family.wrapper for family in FAMILIES.values()}
 families = pytest.mark.parametrize("model_type", ARCHITECTURES)
 
 
@@ -76,16 +91,21 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     for variant in VARIANTS:
         sections = {name: Recorder(variant.get(name, {})) for name in ROPE_SECTIONS}
         named = {"architectures": [ARCHITECTURES[model_type]]}
-        config = Recorder(SIZES | named | variant | sections)
-        build_spec(config, Path("config.json"))
-        read |= config.names
+        text = Recorder(SIZES | variant | sections)
+        config = Recorder(named | {"text_config": text} if WRAPPERS[model_type] else {})
+        text |= {} if WRAPPERS[model_type] else named
+        with suppress(ModelError):  # a type of scaling that the family does not have
+            build_spec(config if WRAPPERS[model_type] else text, Path("config.json"))
+        read |= (config.names | text.names) - WRAPPER
         of_rope |= set().union(*(section.names for section in sections.values()))
     only = {name for name in ONLY if effect(name, model_type) == "only"}
-    assert read - only == READ | READ_BY[model_type]
-    assert of_rope - set(ROPE_ONLY) == ROPE_READ
+    assert read - only - {"quantization_config"} == READ | READ_BY[model_type]
+    not_of_phi3 = {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+    not_of_phi3 |= {"low_freq_factor", "high_freq_factor"}
+    assert of_rope == (ROPE_READ - not_of_phi3 if model_type == "phi3" else ROPE_READ)
 
 
-def source_of(*modules: ModuleType) -> str:
+def source_of(*modules: ModuleType | type) -> str:
     """Return the sources without comments."""
     return re.sub(r"(?m)#.*$", "", "".join(map(inspect.getsource, modules)))
 
@@ -95,10 +115,18 @@ def test_the_table_has_every_field_that_transformers_reads(model_type: str) -> N
     config = CONFIG_MAPPING[model_type]()
     configuration = import_module(type(config).__module__)
     modeling = import_module(configuration.__name__.replace("configuration_", "modeling_"))
-    source = source_of(modeling, modeling_rope_utils, cache_utils, masking_utils, moe)
+    classes = [
+        value
+        for module in (modeling, configuration)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__ and "Text" in name
+    ]
+    own = classes if WRAPPERS[model_type] else [modeling, configuration]
+    source = source_of(*own, modeling_rope_utils, cache_utils, masking_utils, moe)
     used = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
     used |= set(re.findall(r"getattr\(\w*config, \"([a-z_]+)\"", source))
-    used |= set(re.findall(r"self\.([a-z_]+)\b(?!\()", source_of(configuration)))
+    if not WRAPPERS[model_type]:
+        used |= set(re.findall(r"self\.([a-z_]+)\b(?!\()", source_of(configuration)))
     used -= {"json", "default_theta"}  # a file's name, and a class constant
     methods = {name for name in used if callable(getattr(config, name, None))}
     assert {"rms_norm_eps", "attention_chunk_size"} <= used
@@ -125,8 +153,8 @@ def test_each_field_has_one_effect(model_type: str) -> None:
     harmless = HARMLESS | HARMLESS_BY.get(model_type, frozenset())
     assert not (READ | READ_FOR_TEXT) & (harmless | set(ONLY))
     assert not READ_BY[model_type] & (READ | harmless)
-    assert not harmless & set(ONLY)
-    assert not ROPE_READ & (ROPE_HARMLESS | set(ROPE_ONLY))
+    assert not HARMLESS & set(ONLY)
+    assert not ROPE_READ & ROPE_HARMLESS
 
 
 def test_a_field_in_no_table_has_no_effect_and_is_named() -> None:
@@ -146,6 +174,11 @@ def test_a_field_in_no_table_has_no_effect_and_is_named() -> None:
         "num_experts",
         "num_experts_per_tok",
         "moe_intermediate_size",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "moe_k",
+        "shared_expert_intermediate_size",
         "attention_multiplier",
         "norm_topk_prob",
         "rope_thetaa (did you mean rope_theta?)",

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
 
 from weft.errors import ModelError
 from weft.models.spec.families import FAMILIES, build_spec
-from weft.models.spec.spec import MlpSpec, MoeSpec, RopeSpec
+from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 SOURCE = Path("config.json")
 
@@ -37,6 +38,27 @@ QWEN3_MOE = LLAMA | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+EACH = QWEN3_MOE | {
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "shared_expert_intermediate_size": 72,
+}
+"""Sizes for each family."""
+
+
+def ropes_of(config: dict[str, Any]) -> set[RopeSpec]:
+    """Return the rotary embeddings of a model's layers."""
+    return {layer.attention.rope for layer in build_spec(config, SOURCE).layers}
+
+
+def norms_of(spec: ModelSpec) -> Iterator[NormSpec]:
+    """Yield a model's norms."""
+    yield spec.norm
+    for layer in spec.layers:
+        yield from (layer.attention_norm, layer.feed_forward_norm)
+        yield from filter(None, (layer.attention.q_norm, layer.attention.k_norm))
 
 
 def test_sizes_come_from_the_config() -> None:
@@ -53,14 +75,20 @@ def test_sizes_come_from_the_config() -> None:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_fields_have_transformers_defaults(architecture: str) -> None:
     family = FAMILIES[architecture]
-    config = QWEN3_MOE | {"architectures": [architecture], "num_local_experts": 8}
+    config = EACH | {"architectures": [architecture]}
     for name in ("max_position_embeddings", "rms_norm_eps"):
         del config[name]
     spec = build_spec(config, SOURCE)
-    theirs = transformers.CONFIG_MAPPING[family.model_type]()
+    theirs = CONFIG_MAPPING[family.model_type]()
     assert spec.max_model_len == theirs.max_position_embeddings
-    assert spec.norm_eps == theirs.rms_norm_eps
-    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert {norm.eps for norm in norms_of(spec)} == {theirs.rms_norm_eps}
+    rope = spec.layers[0].attention.rope
+    theirs.standardize_rope_params()
+    expected = theirs.rope_parameters or {}
+    assert rope.theta == expected.get("rope_theta", theirs.default_theta)
+    assert rope.dim == spec.head_dim * expected.get("partial_rotary_factor", 1.0)
+    if family.wrapper is None:
+        assert (spec.lm_head is None) == theirs.tie_word_embeddings
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -81,7 +109,7 @@ def test_int8_leaves_routers_and_norms_as_they_are() -> None:
     assert experts < 100
     plain, int8 = spec.weight_bytes(), spec.weight_bytes("auto", "int8")
     matrices = sum(w.size for w in spec.weights if len(w.shape) > 1) - spec.embedding.size
-    matrices -= len(spec.layers) * moe.router.size
+    matrices -= len(spec.layers) * moe.router.weight.size
     scales = sum(w.size // w.shape[-1] for w in spec.weights if len(w.shape) > 1)
     scales -= spec.vocab_size + len(spec.layers) * experts
     assert plain - int8 == matrices - 2 * scales
@@ -168,7 +196,7 @@ def test_rope_is_what_transformers_takes(
     import transformers
 
     config = LLAMA | beside | {"rope_scaling": scaling, "rope_parameters": parameters}
-    rope = build_spec(config, SOURCE).rope
+    (rope,) = ropes_of(config)
     theirs = transformers.LlamaConfig.from_dict(copy.deepcopy(config))
     theirs.standardize_rope_params()  # as the model does before it reads them
     expected = theirs.rope_parameters
@@ -181,13 +209,13 @@ def test_rope_is_what_transformers_takes(
 
 
 def test_theta_defaults_to_that_of_the_family() -> None:
-    assert build_spec(LLAMA, SOURCE).rope == RopeSpec(10_000.0)
+    assert ropes_of(LLAMA) == {RopeSpec(10_000.0, 16)}
     mixtral = LLAMA | {
         "architectures": ["MixtralForCausalLM"],
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     }
-    assert build_spec(mixtral, SOURCE).rope == RopeSpec(1_000_000.0)
+    assert ropes_of(mixtral) == {RopeSpec(1_000_000.0, 16)}
 
 
 def test_mistral_has_a_window_unless_the_config_says_null() -> None:
@@ -203,7 +231,7 @@ def test_layer_types_of_mistral_must_agree_with_its_window() -> None:
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 7}
     sliding = build_spec(mistral | {"layer_types": ["sliding_attention"] * 2}, SOURCE)
     assert sliding == build_spec(mistral, SOURCE)
-    with pytest.raises(ModelError, match="supported is sliding_attention in all layers"):
+    with pytest.raises(ModelError, match="supported is sliding_attention in layer 1"):
         build_spec(mistral | {"layer_types": ["sliding_attention", "full_attention"]}, SOURCE)
 
 
@@ -236,8 +264,9 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
     assert isinstance(moe, MoeSpec)
     assert moe.down.shape == (8, 64, 48)
     assert moe.down.axes == ("expert", "hidden", "moe_intermediate")
-    assert moe.down.tensor_shape == (64, 48)
-    assert moe.down.tensor_names[7] == "model.layers.1.mlp.experts.7.down_proj.weight"
+    usual, *_ = moe.down.places
+    assert usual.shape == (64, 48)
+    assert usual.tensors(8)[7] == "model.layers.1.mlp.experts.7.down_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -277,14 +306,14 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
         ),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; supported is an object"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type is 'yarn'; supported is 'default' or 'linear' or 'llama3'",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 40}},
+            "rope_scaling.beta_slow is 40; supported is at most beta_fast, 32",
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         (
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "rope_parameters.rope_type is 'longrope'",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "rope_parameters.short_factor is [1.0]; supported is a list with 8 numbers above 0",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
@@ -321,8 +350,8 @@ def test_a_misspelt_field_is_found(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_experts": None}, "num_local_experts is missing"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; supported is at most num_experts"),
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; supported is at most the number"),
         ({"num_local_experts": 9}, "num_local_experts is 9; supported is the same as num_experts,"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3; supported is a list"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
@@ -346,7 +375,8 @@ def test_experts_are_checked(fields: dict[str, Any], message: str) -> None:
 def test_layer_types_are_checked(
     architecture: str, sliding: bool, kinds: list[Any], message: str
 ) -> None:
-    config = QWEN3_MOE | {"architectures": [architecture], "use_sliding_window": sliding}
+    flag = {} if architecture == "Qwen2MoeForCausalLM" else {"use_sliding_window": sliding}
+    config = EACH | {"architectures": [architecture]} | flag
     with pytest.raises(ModelError, match=message):
         build_spec(config | {"layer_types": kinds}, SOURCE)
 
@@ -370,17 +400,18 @@ def test_an_unknown_architecture_is_told_the_known_ones() -> None:
 
 def test_every_spec_names_each_tensor_once() -> None:
     for config in (LLAMA, QWEN3_MOE):
-        names = [
-            name for weight in build_spec(config, SOURCE).weights for name in weight.tensor_names
-        ]
+        weights = build_spec(config, SOURCE).weights
+        usual = [(each.known_places[0], each.shape[0]) for each in weights]
+        names = [name for place, experts in usual for name in place.tensors(experts)]
         assert len(names) == len(set(names))
 
 
 def test_rope_scaling_keeps_short_wavelengths_and_stretches_long_ones() -> None:
-    plain = RopeSpec(10_000.0).inverse_frequencies(64)
+    plain = RopeSpec(10_000.0, 64).inverse_frequencies(64)
     scaled = RopeSpec(
         10_000.0,
-        "llama3",
+        64,
+        scaling="llama3",
         factor=8.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
@@ -398,7 +429,7 @@ _JSON = st.recursive(
 )
 _FIELDS = st.sampled_from(
     [
-        *QWEN3_MOE,
+        *EACH,
         "dtype",
         "head_dim",
         "hidden_act",
@@ -422,7 +453,7 @@ _FIELDS = st.sampled_from(
 def test_no_config_raises_anything_but_a_model_error(
     architecture: str, changes: dict[str, Any], windows: bool
 ) -> None:
-    config = QWEN3_MOE | {"architectures": [architecture], "use_sliding_window": windows}
+    config = EACH | {"architectures": [architecture], "use_sliding_window": windows}
     with suppress(ModelError):
         assert build_spec(config | changes, SOURCE).parameters > 0
 

@@ -24,6 +24,22 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 4,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+    },
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,14 +75,54 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}),
     "qwen3_moe, window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
     "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, first layer dense": ("qwen2_moe", {"mlp_only_layers": [0]}),
+    "qwen2_vl": ("qwen2_vl", {}),
+    "qwen2_5_vl": ("qwen2_5_vl", {"tie_word_embeddings": True}),
+    "qwen3_vl": ("qwen3_vl", {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, yarn with its own amplitude": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 20}},
+    ),
+    "qwen3, yarn, fractions": ("qwen3", {"rope_parameters": YARN | {"truncate": False}}),
     "phi3": ("phi3", {}),
+    "phi3, half of a head": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
+    "phi3, long context": ("phi3", LONGROPE),
+    "phi3, short context": ("phi3", LONGROPE | {"original_max_position_embeddings": 64}),
     "glm": ("glm", {}),
+    "glm, a quarter of a head, linear": (
+        "glm",
+        {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.25}, "attention_bias": False},
+    ),
     "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, groups": ("glm4_moe", {"n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    "glm4_moe, two shared experts": (
+        "glm4_moe",
+        {"n_shared_experts": 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
     "minimax_m2": ("minimax_m2", {}),
+    "minimax_m2, one KV head": ("minimax_m2", {"num_key_value_heads": 1, "rotary_dim": 16}),
     "hy_v3": ("hy_v3", {}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe, all layers, none shared": (
+        "ernie4_5_moe",
+        {"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
+    ),
+    "hy_v3, biases, all layers sparse": (
+        "hy_v3",
+        {"attention_bias": True, "mlp_bias": True, "mlp_layer_types": ["sparse", "sparse"]},
+    ),
     "seed_oss": ("seed_oss", {}),
+    "seed_oss, other biases": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "smollm3, window": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [0, 1]},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "mixtral": ("mixtral", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 9}),
@@ -110,8 +166,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """One case for each of `MODELS`."""
     family, overrides = request.param
     path = make_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
-    spec = read_spec(path)
     requests = _requests()
+    spec = read_spec(path).for_context(max(LENGTHS))
     return Case(
         model=CpuModel(spec, Weights(path, spec), torch.float32),
         spec=spec,
@@ -161,8 +217,10 @@ def _requests() -> list[list[int]]:
 def _transformers_logits(
     path: Any, requests: list[list[int]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    several = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    auto = AutoModelForImageTextToText if several else AutoModelForCausalLM
+    model = auto.from_pretrained(path, dtype=dtype)
     with torch.no_grad():
         return [model(torch.tensor([tokens])).logits[0].float() for tokens in requests]
