@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.models.spec.families import FAMILIES
+from weft.models.spec.quantization import METHODS
 
 PUBLISHED = (
     ("Qwen/Qwen2.5-VL-*", "Qwen2_5_VLForConditionalGeneration"),
@@ -45,7 +46,7 @@ PUBLISHED = (
 FORMATS = {"F8B": "fp8", "I4": "compressed-tensors", "MX4": "mxfp4", "FP4": "nvfp4"}
 """Codes for formats of weights, and the method that config.json names."""
 
-READS: frozenset[str] = frozenset()
+READS = frozenset(METHODS)
 """Methods of quantisation that weft reads."""
 
 IN_SCOPE = frozenset({"-", "MAP", "SIG", "SH", "PR", "YN", "F8B", "FQ"})
