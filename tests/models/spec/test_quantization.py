@@ -212,6 +212,32 @@ def test_unknown_fields_are_named() -> None:
     assert unread_fields(config) == ["quantization_config.colour"]
 
 
+class Recorder(dict[str, Any]):
+    """A section that records which names are read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_has_what_is_read_and_nothing_else(method: str) -> None:
+    sections = [form.config for form in (*FORMATS.values(), *EXPERT_FORMATS.values())]
+    sections += [{"quant_method": "fp8"}, {**MODELOPT, "ignore": None}]
+    read_names: set[str] = set()
+    for section in sections:
+        if section["quant_method"] == method:
+            recorder = Recorder(section)
+            read(recorder)
+            read_names |= recorder.names
+    table = METHODS[method]
+    assert read_names == {"quant_method", *table.fields, *table.only}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_each_field_has_one_effect(method: str) -> None:
     fields, only, harmless = (
