@@ -42,10 +42,9 @@ then reads the fields in `text_config`.
 | refused | The field must be absent or `null`. |
 | harmless | The field has no effect on answers. |
 
-Neither `transformers` nor weft reads fields without a row, or families that a row leaves out. The
-log names them once at load. A misspelt name
-has a suggestion: `rope_thetaa (did you mean rope_theta?)`. A field with the value `null` counts as
-absent.
+Other fields have no effect, in `transformers` as in weft. The log names them once at load. A
+misspelt name has a suggestion: `rope_thetaa (did you mean rope_theta?)`. A field with the value
+`null` counts as absent.
 
 Sampling fields such as `temperature` count only without a `generation_config.json`; `eos_token_id`
 counts if that file has none. weft does not read other arguments for `generate()`.

@@ -6,6 +6,7 @@ experts; `families.py` puts them together into layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -125,6 +126,7 @@ class Decoder:
         *,
         bias: bool = False,
         block: str = "mlp",
+        saved: str | None = None,
         width: int | None = None,
         fused: str | None = None,
     ) -> MlpSpec:
@@ -134,6 +136,7 @@ class Decoder:
             i: the layer's index.
             bias: whether the projections have a bias.
             block: the MLP's name in the layer.
+            saved: the name that transformers 5 saves, if it is another.
             width: its width; None for the model's `intermediate_size`.
             fused: the projection with gate and up, if they are one tensor.
         """
@@ -145,7 +148,11 @@ class Decoder:
         up = _linear(f"{name}.up_proj", inner, hidden, bias)
         if fused is not None:
             gate, up = _in_one_tensor(f"{name}.{fused}", gate, up)
-        return MlpSpec(gate, up, _linear(f"{name}.down_proj", hidden, inner, bias))
+        down = _linear(f"{name}.down_proj", hidden, inner, bias)
+        if saved is None:
+            return MlpSpec(gate, up, down)
+        other = f"model.layers.{i}.{saved}"
+        return MlpSpec(*(_also_at(each, name, other) for each in (gate, up, down)))
 
     def router(
         self,
@@ -155,7 +162,7 @@ class Decoder:
         normalize: bool,
         top_k: str = "num_experts_per_tok",
         name: str = "mlp.gate.weight",
-        bias: str | None = None,
+        bias: Sequence[str] = (),
         bias_shape: tuple[int, ...] | None = None,
         scoring: Literal["softmax", "sigmoid"] = "softmax",
         groups: tuple[int, int] = (1, 1),
@@ -170,7 +177,7 @@ class Decoder:
             normalize, scoring, scale: as in RouterSpec.
             top_k: the field with the number of experts per token.
             name: the router's tensor in the layer; transformers 5 saves it as `mlp.gate.weight`.
-            bias: the tensor in the layer with the scores' bias, if there is one.
+            bias: the tensor's names in the layer with the scores' bias, if there is one.
             bias_shape: its shape; None for one axis.
             groups: the number of groups, and of groups per token.
             in_float32: whether its outputs are computed in float32.
@@ -182,13 +189,7 @@ class Decoder:
         if chosen > experts:
             raise self.fields.error(top_k, f"at most the number of experts, {experts}")
         shape = (experts, self.hidden)
-        bias_weight = WeightSpec(
-            f"{layer}.{bias}",
-            (experts,),
-            ("choice",),
-            (Place(f"{layer}.{bias}", bias_shape or (experts,)),),
-            in_float32=True,
-        )
+        places = [Place(f"{layer}.{each}", bias_shape or (experts,)) for each in bias]
         names = dict.fromkeys((f"{layer}.{name}", f"{layer}.mlp.gate.weight"))
         return RouterSpec(
             weight=WeightSpec(
@@ -201,7 +202,9 @@ class Decoder:
             top_k=chosen,
             normalize=normalize,
             scoring=scoring,
-            bias=bias_weight if bias else None,
+            bias=WeightSpec(places[0].name, (experts,), ("choice",), tuple(places), in_float32=True)
+            if places
+            else None,
             groups=groups[0],
             top_groups=groups[1],
             scale=scale,
@@ -243,11 +246,8 @@ class Decoder:
             matrix: str, shape: tuple[int, ...], axes: tuple[Axis, ...], stack: Place
         ) -> WeightSpec:
             name = f"{layer}.{block}.experts.{{expert}}.{matrix}.weight"
-            turned = Place(stack.name, swap(stack.shape), swap(stack.start), transposed=True)
-            return WeightSpec(name, shape, axes, (Place(name, shape[1:]), stack, turned))
-
-        def swap(axes: tuple[int, ...]) -> tuple[int, ...]:
-            return (*axes[:-2], *axes[:-3:-1])
+            places = (Place(name, shape[1:]), stack, stack.swapped())
+            return WeightSpec(name, shape, axes, places)
 
         gate, up, down = matrices
         return MoeSpec(
@@ -298,6 +298,16 @@ def _in_one_tensor(name: str, *linears: LinearSpec) -> list[LinearSpec]:
         placed.append(LinearSpec(place(each.weight, "weight"), bias))
         start += each.weight.shape[0]
     return placed
+
+
+def _also_at(linear: LinearSpec, name: str, other: str) -> LinearSpec:
+    """Let a projection also be in tensors whose names begin otherwise."""
+
+    def placed(weight: WeightSpec) -> WeightSpec:
+        also = Place(weight.name.replace(name, other), weight.shape)
+        return replace(weight, places=(*weight.known_places, also))
+
+    return LinearSpec(placed(linear.weight), linear.bias and placed(linear.bias))
 
 
 def _ordered(linear: LinearSpec, order: tuple[int, ...]) -> LinearSpec:

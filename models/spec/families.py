@@ -250,7 +250,7 @@ def _minimax_m2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         decoder.count_experts("num_local_experts", "num_experts"),
         normalize=True,
         name="block_sparse_moe.gate.weight",
-        bias="block_sparse_moe.e_score_correction_bias",
+        bias=("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
         scoring="sigmoid",
         in_float32=True,
     )
@@ -289,7 +289,7 @@ def _glm4_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         i,
         count,
         normalize=fields.flag("norm_topk_prob", True),
-        bias="mlp.gate.e_score_correction_bias",
+        bias=("mlp.gate.e_score_correction_bias",),
         scoring="sigmoid",
         groups=_groups(fields, count),
         scale=fields.number("routed_scaling_factor", 1.0),
@@ -329,7 +329,7 @@ def _hy_v3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         decoder.count_experts("num_experts", "num_local_experts"),
         normalize=True,
         name="mlp.router.gate.weight",
-        bias="mlp.expert_bias",
+        bias=("mlp.expert_bias", "mlp.e_score_correction_bias"),
         scoring="sigmoid",
         scale=fields.number("router_scaling_factor", 2.826),
         in_float32=True,
@@ -338,6 +338,7 @@ def _hy_v3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         i,
         bias=mlp_bias,
         block="mlp.shared_mlp",
+        saved="mlp.shared_experts",
         width=width * fields.integer("num_shared_experts", 1),
     )
     return decoder.layer(i, attention, decoder.experts(i, router, width=width, shared=shared))
@@ -366,7 +367,10 @@ def _ernie_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         count,
         top_k="moe_k" if fields.has("moe_k") else "num_experts_per_tok",
         normalize=True,
-        bias="mlp.moe_statics.e_score_correction_bias",
+        bias=(
+            "mlp.moe_statics.e_score_correction_bias",
+            "mlp.gate.moe_statics.e_score_correction_bias",
+        ),
         bias_shape=(1, count),
         in_float32=True,
     )

@@ -17,7 +17,7 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class RopeDefaults(Protocol):
-    """What a family has where its config.json has no field; see families.Family."""
+    """A family's values for absent fields; see families.Family."""
 
     @property
     def model_type(self) -> str:

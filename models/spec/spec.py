@@ -57,6 +57,14 @@ class Place:
         """True if the checkpoint holds one tensor per expert."""
         return "{expert}" in self.name
 
+    def swapped(self) -> Place:
+        """Return the place in a tensor whose last two axes are swapped."""
+
+        def swap(axes: tuple[int, ...]) -> tuple[int, ...]:
+            return (*axes[:-2], *axes[:-3:-1])
+
+        return Place(self.name, swap(self.shape), swap(self.start), transposed=True)
+
     def tensor(self, expert: int) -> str:
         """Return the name of the tensor with an expert."""
         return self.name.format(expert=expert) if self.is_per_expert else self.name

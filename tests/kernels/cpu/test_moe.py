@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -103,6 +104,55 @@ def test_routes_to_the_most_probable(
     if normalize:
         expected = expected / expected.sum(dim=-1, keepdim=True)
     assert torch.equal(ids.long(), order[:, :k])
+    torch.testing.assert_close(weights, expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    tokens=st.integers(0, 20),
+    groups=st.integers(1, 4),
+    size=st.integers(1, 6),
+    top_groups=st.integers(1, 4),
+    k=st.integers(1, 8),
+    scoring=st.sampled_from(["softmax", "sigmoid"]),
+    biased=st.booleans(),
+    normalize=st.booleans(),
+    scale=st.sampled_from([1.0, 2.5]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    compiled=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_scores_biases_and_groups_are_those_of_the_reference(
+    tokens: int,
+    groups: int,
+    size: int,
+    top_groups: int,
+    k: int,
+    scoring: Literal["softmax", "sigmoid"],
+    biased: bool,
+    normalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+    compiled: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    top_groups = min(top_groups, groups)
+    k, experts = min(k, top_groups * size), groups * size
+    # Distinct in bfloat16, so that the order is unique; the bias keeps it so.
+    logits = torch.rand(tokens, experts).argsort(dim=-1).to(dtype) / 8
+    bias = torch.rand(experts) if biased else None
+    options: dict[str, Any] = {
+        "normalize": normalize,
+        "scoring": scoring,
+        "groups": groups,
+        "scale": scale,
+    }
+    options |= {"top_groups": top_groups, "bias": bias}
+    with compiled_kernels(compiled):
+        ids, weights = route(logits, k, **options)
+    expected_ids, expected = reference.route(logits, k, **options)
+    assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected)
 
 

@@ -22,7 +22,7 @@ from weft.errors import ModelError
 from weft.models.checkpoint.locate import INDEX_FILE, SINGLE_FILE, read_spec
 from weft.models.checkpoint.weights import Weights
 from weft.models.spec.layout import WHOLE, Layout
-from weft.models.spec.spec import MoeSpec
+from weft.models.spec.spec import MlpSpec, MoeSpec
 
 Tensors = dict[str, torch.Tensor]
 NOBODY = 65534
@@ -135,7 +135,9 @@ def test_a_tied_table_may_be_the_head_alone(tmp_path: Path) -> None:
         _load(path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "hy_v3", "ernie4_5_moe"]
+)
 @pytest.mark.parametrize("layout", [WHOLE, Layout(tp=2, rank=1), Layout(ep=2, rank=1)])
 def test_fused_experts_are_those_of_separate_tensors(
     tmp_path: Path, family: str, layout: Layout
@@ -143,7 +145,7 @@ def test_fused_experts_are_those_of_separate_tensors(
     path = make_checkpoint(tmp_path / "separate", family)
     fused = _fused(path, tmp_path / "fused")
     names = load_file(fused / SINGLE_FILE)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names
     spec, calls = read_spec(path), list[tuple[int, int]]()
     assert read_spec(fused) == spec
     one = Weights(path, spec, layout=layout)
@@ -153,6 +155,81 @@ def test_fused_experts_are_those_of_separate_tensors(
         assert all(torch.equal(*pair) for pair in pairs)
     done, total = calls[-1]
     assert done == total == 4 * layout.local(spec).parameters
+
+
+@pytest.mark.parametrize("layout", [WHOLE, Layout(tp=2, rank=1)])
+def test_projections_in_one_tensor_are_cut_apart(tmp_path: Path, layout: Layout) -> None:
+    """Phi-3: queries, keys and values are one tensor; so are gate and up."""
+    path = make_checkpoint(tmp_path, "phi3")
+    spec = read_spec(path)
+    tensors, weights = load_file(path / SINGLE_FILE), Weights(path, spec, layout=layout)
+    attention, mlp = spec.layers[1].attention, spec.layers[1].feed_forward
+    assert isinstance(mlp, MlpSpec)
+    for name, parts in {
+        "self_attn.qkv_proj": (attention.q, attention.k, attention.v),
+        "mlp.gate_up_proj": (mlp.gate, mlp.up),
+    }.items():
+        whole = tensors[f"model.layers.1.{name}.weight"]
+        for part, rows in zip(
+            parts, whole.split([each.weight.shape[0] for each in parts]), strict=True
+        ):
+            own = rows[weights.parts(part.weight)[0]]
+            assert torch.equal(weights.read(part.weight), own)
+
+
+@pytest.mark.parametrize("layout", [WHOLE, Layout(tp=2, rank=1)])
+def test_heads_are_sorted_so_that_rotated_pairs_are_half_a_head_apart(
+    tmp_path: Path, layout: Layout
+) -> None:
+    """GLM-4 rotates neighbours in the first half of a head: (0, 1), (2, 3), ... of 16."""
+    path = make_checkpoint(tmp_path, "glm")
+    spec = read_spec(path)
+    weights, attention = Weights(path, spec, layout=layout), spec.layers[0].attention
+    order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
+    for linear in (attention.k, attention.q):
+        for weight in filter(None, (linear.weight, linear.bias)):
+            own = load_file(path / SINGLE_FILE)[weight.name][weights.parts(weight)[0]]
+            by_head = own.unflatten(0, (-1, spec.head_dim))
+            assert torch.equal(weights.read(weight), by_head[:, order].flatten(0, 1))
+    inverse = attention.rope.inverse_frequencies(spec.head_dim)
+    assert (inverse[:4] > 0).all()
+    assert (inverse[4:] == 0).all()
+
+
+def test_transposed_experts_are_turned(tmp_path: Path) -> None:
+    """Qwen3-VL publishes experts as [experts, hidden, 2 x width] and [experts, width, hidden]."""
+    path = make_checkpoint(tmp_path, "qwen3_vl_moe")
+    moe = read_spec(path).layers[0].feed_forward
+    assert isinstance(moe, MoeSpec)
+    before = [list(_load(path).read_each(each)) for each in (moe.gate, moe.up, moe.down)]
+
+    def turn(tensors: Tensors) -> None:
+        names = [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]
+        experts = [name for name in names if ".experts." in name]
+        assert len(experts) == 4
+        for name in experts:
+            tensors[name] = tensors[name].mT.contiguous()
+
+    _edit(path, turn)
+    after = [list(_load(path).read_each(each)) for each in (moe.gate, moe.up, moe.down)]
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_layers_that_predict_more_tokens_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path, "glm4_moe")
+    name = "model.layers.2.eh_proj.weight"
+    _edit(path, lambda tensors: tensors.update({name: torch.zeros(2, 3)}))
+    caplog.set_level("INFO", "weft")
+    assert _load(path)
+    assert caplog.messages == ["skipped tensors: 1, 24 bytes: model.layers.2.*"]
+    _edit(path, lambda tensors: tensors.update({name.replace("2", "3"): torch.zeros(2)}))
+    with pytest.raises(
+        ModelError, match=r"has model\.layers\.3\.eh_proj\.weight, which is no part of"
+    ):
+        _load(path)
 
 
 def _fused(path: Path, into: Path) -> Path:

@@ -6,13 +6,16 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.errors import ModelError
 from weft.models.spec.families import FAMILIES, build_spec
@@ -206,6 +209,79 @@ def test_rope_is_what_transformers_takes(
         assert rope.factor == expected["factor"]
     if rope.scaling == "llama3":
         assert rope.original_max_len == expected["original_max_position_embeddings"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    kind=st.sampled_from(["default", "linear", "llama3", "yarn", "longrope"]),
+    part=st.sampled_from([0.25, 0.5, 0.75, 1.0]),
+    theta=st.sampled_from([500.0, 1e4, 1e6]),
+    factor=st.sampled_from([None, 1.0, 1.5, 8.0]),
+    original=st.sampled_from([64, 300, 512]),
+    more=st.fixed_dictionaries(
+        {},
+        optional={
+            "beta_fast": st.sampled_from([8, 16.0, 32]),
+            "beta_slow": st.sampled_from([1, 2.5]),
+            "mscale": st.sampled_from([0.7, 1.0]),
+            "mscale_all_dim": st.sampled_from([0.5, 1.0]),
+            "attention_factor": st.sampled_from([0.5, 1.3]),
+            "truncate": st.booleans(),
+        },
+    ),
+    long=st.booleans(),
+)
+def test_frequencies_are_those_of_transformers(
+    kind: str,
+    part: float,
+    theta: float,
+    factor: float | None,
+    original: int,
+    more: dict[str, Any],
+    long: bool,
+) -> None:
+    """Phi-3 reads longrope in its own way; GLM reads all other kinds."""
+    pairs = int(16 * part) // 2
+    if factor is None and kind in ("linear", "llama3"):
+        factor = 2.0
+    parameters = {"rope_type": kind, "rope_theta": theta, "factor": factor} | more
+    parameters |= {"partial_rotary_factor": part, "original_max_position_embeddings": original}
+    parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters |= {"short_factor": [1.5] * pairs, "long_factor": [4.0] * pairs}
+    name, model_type = "GlmForCausalLM", "glm"
+    if kind == "longrope":
+        name, model_type = "Phi3ForCausalLM", "phi3"
+    beside = {"original_max_position_embeddings": original} if kind == "longrope" else {}
+    config = LLAMA | {"architectures": [name], "rope_parameters": parameters} | beside
+    theirs = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config) | {"head_dim": 16})
+    theirs.standardize_rope_params()
+    seq_len = original + 1 if long else original
+    if kind == "default":
+        expected, amplitude = theta ** (-torch.arange(0, 2 * pairs, 2) / (2 * pairs)), 1.0
+    else:
+        expected, amplitude = ROPE_INIT_FUNCTIONS[kind](theirs, seq_len=seq_len)
+    (rope,) = {layer.attention.rope for layer in build_spec(config, SOURCE).layers}
+    rope = replace(rope, max_len=seq_len)
+    inverse, amplitudes = rope.inverse_frequencies(16), rope.amplitudes(16)
+    torch.testing.assert_close(torch.from_numpy(inverse)[:pairs], expected, rtol=1e-5, atol=0)
+    assert not inverse[pairs:].any()
+    ours = [1.0] * 8 if amplitudes is None else amplitudes.tolist()
+    assert ours == pytest.approx([amplitude] * pairs + [1.0] * (8 - pairs))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(0, 20), st.booleans())
+def test_the_order_of_a_head_pairs_what_the_checkpoint_pairs(
+    half: int, rotated: int, neighbours: bool
+) -> None:
+    rope = RopeSpec(1e4, 2 * min(half, rotated), neighbours=neighbours)
+    order = rope.head_order(2 * half) or tuple(range(2 * half))
+    assert sorted(order) == list(range(2 * half))
+    pairs = set(zip(order[:half], order[half:], strict=True))
+    for i in range(rope.dim // 2):
+        wanted = (2 * i, 2 * i + 1) if neighbours else (i, i + rope.dim // 2)
+        assert (order[i], order[i + half]) == wanted
+        assert wanted in pairs
 
 
 def test_theta_defaults_to_that_of_the_family() -> None:

@@ -1,6 +1,6 @@
 """Prints which of a list of published models weft loads, and their share by weight.
 
-python tools/coverage.py FILE          # a table of tab-separated values
+python tools/model_coverage.py FILE          # a table of tab-separated values
 
 The first line that is no comment names the columns: `model` (as on the hub), `needs` and `weight`.
 Needs are codes. Those in `FORMATS` name the format of the published weights; the others describe
@@ -96,5 +96,5 @@ def report(found: list[Row]) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python tools/coverage.py FILE")
+        sys.exit("usage: python tools/model_coverage.py FILE")
     print(report(list(rows(Path(sys.argv[1]).read_text().splitlines()))))
