@@ -132,7 +132,8 @@ class Weights:
             if part.transposed:
                 tensor = tensor.mT
             if order := weight.head_order:
-                tensor = tensor.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
+                heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
+                tensor = heads[:, list(order)].flatten(0, 1)
             yield tensor
             mapped += part.size
             self._count(part)
