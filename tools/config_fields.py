@@ -20,7 +20,7 @@ from weft.models.spec.config_table import (
     effect,
     rope_effect,
 )
-from weft.models.spec.families import FAMILIES
+from weft.models.spec.families import ALL_FAMILIES
 from weft.models.spec.quantization import METHODS
 
 PAGE = Path(__file__).parent.parent / "docs/config-fields.md"
@@ -78,7 +78,7 @@ Each method has its own fields. [models.md](models.md#quantized-checkpoints) nam
 
 def page() -> str:
     """The whole page."""
-    families = list(dict.fromkeys(family.model_type for family in FAMILIES.values()))
+    families = [family.model_type for family in ALL_FAMILIES]
     by_family = set().union(*READ_BY.values(), *HARMLESS_BY.values())
     of_all, of_some = [], []
     for name in sorted(READ | READ_FOR_TEXT | HARMLESS | set(ONLY) | by_family):

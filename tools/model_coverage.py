@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.models.spec.families import FAMILIES
+from weft.models.spec.families import ARCHITECTURES
 from weft.models.spec.quantization import METHODS
 
 PUBLISHED = (
@@ -73,7 +73,7 @@ def rows(lines: Iterable[str]) -> Iterator[Row]:
 def _lacks(model: str, needs: tuple[str, ...]) -> str:
     known = (name for pattern, name in PUBLISHED if fnmatch(model, pattern))
     architecture = next(known, None)
-    if architecture not in FAMILIES:
+    if architecture not in ARCHITECTURES:
         return f"needs {' '.join(needs)}" if architecture is None else f"is {architecture}"
     formats = [FORMATS[need] for need in needs if need in FORMATS]
     return next((f"is in {each}" for each in formats if each not in READS), "")

@@ -78,11 +78,11 @@ def forward(
     plan = make_plan(batch.query_start, batch.context_len, batch.tables, len(ids))
     ids = jnp.where(ids < 0, newest[jnp.maximum(-1 - ids, 0)], ids)
     x = embed(params.embedding, ids, sharded=shape.sharded)
-    rotations = rotations_of(spec, plan.position)
+    turns = turns_of(spec, plan.position)
     new_cache = []
     for layer, own, pages in zip(spec.layers, params.layers, cache, strict=True):
         update, pages = _attend(
-            spec, layer, own.attention, shape, x, rotations[layer.attention.rope], pages, plan
+            spec, layer, own.attention, shape, x, turns[layer.attention.rope], pages, plan
         )
         x = _add(x, update)
         if isinstance(own.feed_forward, Moe):
@@ -126,24 +126,37 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return wide.astype(x.dtype) * weight
 
 
-def rotations_of(
-    spec: ModelSpec, positions: jax.Array
-) -> dict[RopeSpec, tuple[jax.Array, jax.Array]]:
-    """Return cosine and sine of each token's angles, float32 [T, 1, D / 2], for each embedding."""
-    rotations = {}
+class Turn(NamedTuple):
+    """A step's rotary embedding: cosine and sine of each token's angles, float32 [T, 1, D / 2].
+
+    `query_scale`, float32 [T, 1, 1], multiplies the queries; None for 1.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None
+
+
+def turns_of(spec: ModelSpec, positions: jax.Array) -> dict[RopeSpec, Turn]:
+    """Return the turns for tokens at `positions`, int32 [T], for each embedding in the model."""
+    turns = {}
     for rope in {layer.attention.rope: None for layer in spec.layers}:
         inverse = jnp.asarray(rope.inverse_frequencies(spec.head_dim))
         angles = positions.astype(jnp.float32)[:, None, None] * inverse
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         if (amplitudes := rope.amplitudes(spec.head_dim)) is not None:
             cos, sin = cos * amplitudes, sin * amplitudes
-        rotations[rope] = cos, sin
-    return rotations
+        query_scale = None
+        if rope.query_beta:
+            contexts = (positions // rope.original_max_len).astype(jnp.float32)
+            query_scale = (1 + rope.query_beta * jnp.log1p(contexts))[:, None, None]
+        turns[rope] = Turn(cos, sin, query_scale)
+    return turns
 
 
-def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, turn: Turn) -> jax.Array:
     """Rotate each pair (x[d], x[d + D/2]) of [T, H, D] by its token's angles (Su et al. 2021)."""
-    cos, sin = rotation
+    cos, sin = turn.cos, turn.sin
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1).astype(
         x.dtype
@@ -161,7 +174,7 @@ def _attend(
     own: Attention,
     shape: Shape,
     x: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
+    turn: Turn,
     pages: jax.Array,
     plan: Plan,
 ) -> tuple[jax.Array, jax.Array]:
@@ -171,13 +184,19 @@ def _attend(
     qkv = block_input(rms_norm(x, own.norm, layer.attention_norm.eps), *own.qkv, shape)
     qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+    if attention.norms_after_rope:
+        q, k = rotate(q, turn), rotate(k, turn)
     if attention.q_norm is not None and attention.k_norm is not None:
         q = rms_norm(q, own.q_norm, attention.q_norm.eps)
         k = rms_norm(k, own.k_norm, attention.k_norm.eps)
+    if not attention.norms_after_rope:
+        q, k = rotate(q, turn), rotate(k, turn)
+    if turn.query_scale is not None:
+        q = q * turn.query_scale.astype(q.dtype)
     kernel = shape.kernels.attention
-    pages = write_cache(pages, rotate(k, rotation), v, plan, kernel=kernel)
+    pages = write_cache(pages, k, v, plan, kernel=kernel)
     out = paged_attention(
-        *(rotate(q, rotation), pages, plan),
+        *(q, pages, plan),
         decodes=shape.decodes,
         window=attention.sliding_window,
         kernel=kernel,

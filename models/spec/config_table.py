@@ -134,6 +134,17 @@ READ_BY: dict[str, frozenset[str]] = {
             "use_bias",
         }
     ),
+    "hunyuan_v1_dense": frozenset({"attention_bias"}),
+    "hunyuan_v1_moe": frozenset(
+        {
+            "attention_bias",
+            "moe_topk",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+        }
+    ),
+    "ministral3": frozenset({"sliding_window"}),
     "seed_oss": frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
     "smollm3": frozenset(
         {
@@ -247,6 +258,8 @@ HARMLESS = frozenset(
 
 HARMLESS_BY: dict[str, frozenset[str]] = {
     "glm4_moe": frozenset({"num_mtp_layers", "num_nextn_predict_layers"}),
+    "hunyuan_v1_dense": frozenset({"eod_token_id", "sep_token_id"}),
+    "hunyuan_v1_moe": frozenset({"eod_token_id", "sep_token_id"}),
     "hy_v3": frozenset({"enable_moe_fp32_combine"}),
     "minimax_m2": frozenset(
         {
@@ -271,11 +284,13 @@ HARMLESS_BY: dict[str, frozenset[str]] = {
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 ROPE_READ = frozenset(
     {
+        "alpha",
         "attention_factor",
         "beta_fast",
         "beta_slow",
         "factor",
         "high_freq_factor",
+        "llama_4_scaling_beta",
         "long_factor",
         "low_freq_factor",
         "mscale",

@@ -76,7 +76,8 @@ class Decoder:
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
-        norm: Literal["none", "head", "heads"] = "none",
+        norm: Literal["none", "head", "heads", "rotated head"] = "none",
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         window: int | None = None,
         rope: RopeSpec | None = None,
         fused: str | None = None,
@@ -86,7 +87,9 @@ class Decoder:
         Args:
             i: the layer's index.
             qkv_bias, o_bias: whether the projections have a bias.
-            norm: RMSNorm of queries and keys: none, of each head, or over all heads together.
+            norm: RMSNorm of queries and keys: none, of each head before or after its rotation, or
+                over all heads together.
+            norm_names: their names in the attention.
             window: the sliding window's size; None for full attention.
             rope: this layer's rotary embedding; None for the model's.
             fused: the projection with queries, keys and values, if they are one tensor.
@@ -102,10 +105,10 @@ class Decoder:
         if fused is not None:
             q, k, v = _in_one_tensor(f"{name}.{fused}", q, k, v)
         of_head: Size = (self.head_dim, "head_dim")
-        q_size, k_size = (of_head, of_head) if norm == "head" else (queries, keys)
+        q_size, k_size = (queries, keys) if norm == "heads" else (of_head, of_head)
 
-        def head_norm(part: str, size: Size) -> NormSpec | None:
-            weight = WeightSpec(f"{name}.{part}_norm.weight", size[:1], size[1:], head_order=order)
+        def head_norm(norm_name: str, size: Size) -> NormSpec | None:
+            weight = WeightSpec(f"{name}.{norm_name}.weight", size[:1], size[1:], head_order=order)
             return None if norm == "none" else NormSpec(weight, self.eps)
 
         return AttentionSpec(
@@ -115,8 +118,9 @@ class Decoder:
             o=_linear(f"{name}.o_proj", hidden, queries, o_bias),
             rope=rope,
             scale=self.head_dim**-0.5,
-            q_norm=head_norm("q", q_size),
-            k_norm=head_norm("k", k_size),
+            q_norm=head_norm(norm_names[0], q_size),
+            k_norm=head_norm(norm_names[1], k_size),
+            norms_after_rope=norm == "rotated head",
             sliding_window=window,
         )
 

@@ -24,6 +24,7 @@ from weft.models.spec.quantization import UNUSED, read_quantization, unread_quan
 from weft.models.spec.rope_fields import read_rope
 from weft.models.spec.spec import (
     DTYPE_BYTES,
+    AttentionSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -44,14 +45,13 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     """
     whole = Fields(config, source)
     architecture = _architecture(whole)
-    family = FAMILIES[architecture]
-    fields = _text_fields(whole, family)
+    fields, family, tied = _text_model(whole, architecture)
     refuse_others(fields, family.model_type)
     quantization = read_quantization(whole, fields)
     decoder = _decoder(fields, family)
     of_tie = whole if whole.has("tie_word_embeddings") else fields
     of_dtype = fields if fields.has("dtype") or fields.has("torch_dtype") else whole
-    tied = of_tie.flag("tie_word_embeddings", family.tied)
+    tied = of_tie.flag("tie_word_embeddings", tied)
     layers = tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers))
     _check_layer_types(fields, decoder, layers)
     return ModelSpec(
@@ -82,34 +82,36 @@ def unread_fields(config: dict[str, Any]) -> list[str]:
     They have no effect in transformers either. A misspelt field has a suggestion.
     """
     whole = Fields(config, Path("config.json"))
-    family = FAMILIES[_architecture(whole)]
-    fields = _text_fields(whole, family)
+    fields, family, _ = _text_model(whole, _architecture(whole))
     names = [f"{fields.prefix}{name}" for name in unread(fields.values, family.model_type)]
     return names + unread_quantization(whole, fields)
 
 
 def _architecture(fields: Fields) -> str:
     architecture = next(iter(fields.array("architectures")), None)
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise fields.error("architectures", f"one of {', '.join(FAMILIES)}")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise fields.error("architectures", f"one of {', '.join(ARCHITECTURES)}")
     return architecture
 
 
-def _text_fields(whole: Fields, family: Family) -> Fields:
-    """Return the language model's fields; a model for several modalities has them in a section.
+def _text_model(whole: Fields, architecture: str) -> tuple[Fields, Family, bool]:
+    """Return the language model's fields and family, and whether its LM head is tied by default.
 
     transformers goes by the type: another family's may have tensors with the same names.
     """
-    if family.wrapper is None:
+    if (family := FAMILIES.get(architecture)) is not None:
         whole.choice("model_type", (family.model_type,), default=family.model_type)
-        return whole
-    whole.choice("model_type", (family.wrapper,), default=family.wrapper)
-    if not whole.has("text_config"):  # older files have all fields side by side
-        own = {name: value for name, value in whole.values.items() if name not in WRAPPER}
-        return Fields(own, whole.source)
-    fields = whole.section("text_config")
-    fields.choice("model_type", (family.model_type,), default=family.model_type)
-    return fields
+        return whole, family, family.tied
+    wrapper = WRAPPERS[architecture]
+    whole.choice("model_type", (wrapper.model_type,), default=wrapper.model_type)
+    families = {family.model_type: family for family in wrapper.texts}
+    if whole.has("text_config"):
+        fields = whole.section("text_config")
+        kind = fields.choice("model_type", tuple(families), default=wrapper.texts[0].model_type)
+        return fields, families[kind], wrapper.tied
+    # Older files have all fields side by side.
+    own = {name: value for name, value in whole.values.items() if name not in WRAPPER}
+    return Fields(own, whole.source), wrapper.texts[0], wrapper.tied
 
 
 def _decoder(fields: Fields, family: Family) -> Decoder:
@@ -384,6 +386,45 @@ def _ernie_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     return decoder.layer(i, attention, experts)
 
 
+def _hunyuan_attention(fields: Fields, decoder: Decoder, i: int) -> AttentionSpec:
+    bias = fields.flag("attention_bias", False)
+    names = ("query_layernorm", "key_layernorm")
+    return decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="rotated head", norm_names=names)
+
+
+def _hunyuan(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    return decoder.layer(i, _hunyuan_attention(fields, decoder, i), decoder.mlp(i))
+
+
+def _hunyuan_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    top_k = "moe_topk" if fields.has("moe_topk") else "num_experts_per_tok"
+    if isinstance(of_layers := fields.values.get(top_k), list):
+        if len(of_layers) != decoder.layers:
+            raise fields.error(top_k, f"a number, or one for each of the {decoder.layers} layers")
+        values = fields.values | {top_k: of_layers[i]}
+        decoder = replace(decoder, fields=replace(fields, values=values))
+    router = decoder.router(
+        i,
+        decoder.count_experts("num_experts", "num_local_experts"),
+        normalize=True,
+        top_k=top_k,
+        name="mlp.gate.wg.weight",
+        in_float32=True,
+    )
+    experts = decoder.experts(
+        i,
+        router,
+        width=fields.integer("intermediate_size"),
+        shared=decoder.mlp(i, block="mlp.shared_mlp"),
+    )
+    return decoder.layer(i, _hunyuan_attention(fields, decoder, i), experts)
+
+
+def _ministral3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = _window(fields, default=None)
+    return decoder.layer(i, decoder.attention(i, window=window), decoder.mlp(i))
+
+
 def _seed_oss(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     attention = decoder.attention(
         i,
@@ -427,7 +468,6 @@ class Family:
             config.json has none, as in transformers. `rotated` is `partial_rotary_factor`; families
             with None do not have the field.
         neighbours: as in RopeSpec.
-        wrapper: the name of the model for several modalities that this is the text model of.
         skipped: name patterns for more tensors without an effect; `{layers}` is the number of
             layers, because heads that predict several tokens are stored as layers.
     """
@@ -440,13 +480,31 @@ class Family:
     rotated: float | None = None
     tied: bool = False
     neighbours: bool = False
-    wrapper: str | None = None
     skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A model for several modalities. weft loads its text model.
+
+    Attributes:
+        model_type: its name in config.json.
+        texts: the families that its text model may have; the first is the default.
+        tied: the value of `tie_word_embeddings` where config.json has none.
+    """
+
+    model_type: str
+    texts: tuple[Family, ...]
+    tied: bool = False
 
 
 NEXT_LAYER = ("model.layers.{layers}.*",)
 """The layer after the last one; it predicts a second token."""
 
+QWEN2_VL = Family("qwen2_vl_text", _qwen2, 32_768, 1e-5, 1_000_000.0)
+QWEN2_5_VL = Family("qwen2_5_vl_text", _qwen2, 32_768, 1e-5, 1_000_000.0)
+QWEN3_VL = Family("qwen3_vl_text", _qwen3_vl, 128_000, 1e-6, 500_000.0)
+QWEN3_VL_MOE = Family("qwen3_vl_moe_text", _qwen3_vl_moe, 128_000, 1e-6, 500_000.0)
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama, 2048),
     "MistralForCausalLM": Family("mistral", _mistral, 131_072),
@@ -455,18 +513,6 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _qwen2_moe, 32_768),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3, 32_768),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, 32_768),
-    "Qwen2VLForConditionalGeneration": Family(
-        "qwen2_vl_text", _qwen2, 32_768, 1e-5, 1_000_000.0, wrapper="qwen2_vl"
-    ),
-    "Qwen2_5_VLForConditionalGeneration": Family(
-        "qwen2_5_vl_text", _qwen2, 32_768, 1e-5, 1_000_000.0, wrapper="qwen2_5_vl"
-    ),
-    "Qwen3VLForConditionalGeneration": Family(
-        "qwen3_vl_text", _qwen3_vl, 128_000, 1e-6, 500_000.0, wrapper="qwen3_vl"
-    ),
-    "Qwen3VLMoeForConditionalGeneration": Family(
-        "qwen3_vl_moe_text", _qwen3_vl_moe, 128_000, 1e-6, 500_000.0, wrapper="qwen3_vl_moe"
-    ),
     "Phi3ForCausalLM": Family("phi3", _phi3, 4096, 1e-5, rotated=1.0),
     "GlmForCausalLM": Family("glm", _glm, 131_072, 1.5625e-7, rotated=0.5, neighbours=True),
     "Glm4MoeForCausalLM": Family(
@@ -489,12 +535,41 @@ FAMILIES = {
         neighbours=True,
         skipped=("model.mtp_*", "mtp_*"),
     ),
+    "HunYuanDenseV1ForCausalLM": Family("hunyuan_v1_dense", _hunyuan, 2048, 1e-5),
+    "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", _hunyuan_moe, 2048, 1e-5),
+    "Ministral3ForCausalLM": Family("ministral3", _ministral3, 262_144, 1e-5, 1_000_000.0),
     "SeedOssForCausalLM": Family("seed_oss", _seed_oss, 524_288),
     "SmolLM3ForCausalLM": Family("smollm3", _smollm3, 32_768, 1e-6, 2_000_000.0, tied=True),
 }
 
 
-SKIPPED = ("*.rotary_emb.inv_freq", "mtp.*", "v_head.*", "visual.*", "model.visual.*")
+WRAPPERS = {
+    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", (QWEN2_VL,)),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", (QWEN2_5_VL,)),
+    "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", (QWEN3_VL,)),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe", (QWEN3_VL_MOE,)),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        "mistral3", (FAMILIES["MistralForCausalLM"], FAMILIES["Ministral3ForCausalLM"]), tied=True
+    ),
+}
+"""Models for several modalities."""
+
+ALL_FAMILIES = tuple(
+    dict.fromkeys(
+        (*FAMILIES.values(), *(text for each in WRAPPERS.values() for text in each.texts))
+    )
+)
+"""The families, also those of text models alone."""
+
+ARCHITECTURES = (*FAMILIES, *WRAPPERS)
+"""The architectures that weft loads."""
+
+
+SKIPPED = (
+    *("*.rotary_emb.inv_freq", "mtp.*", "v_head.*"),
+    *("visual.*", "vision_tower.*", "multi_modal_projector.*"),
+    *("model.visual.*", "model.vision_tower.*", "model.multi_modal_projector.*"),
+)
 """Tensors without an effect on a text's next token: tables that older versions of transformers
 saved, heads that predict several tokens, values for training, and image encoders."""
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
+from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
 from weft.models.spec.spec import RopeSpec
 
@@ -52,15 +53,22 @@ def read_rope(fields: Fields, head_dim: int, family: RopeDefaults) -> RopeSpec:
     for name, value in scaling.values.items():
         if isinstance(value, dict):
             raise scaling.error(name, "the same rotary embedding in all layers")
+    if family.model_type == "ministral3" and not scaling.values:
+        raise ModelError(f"{fields.source}: {fields.prefix}rope_parameters is missing")
     context = fields.integer("max_position_embeddings", family.max_position_embeddings)
-    base = RopeSpec(
-        (scaling if scaling.has("rope_theta") else fields).number("rope_theta", family.rope_theta),
-        dim=_rotated(fields, scaling, head_dim, family),
-        neighbours=family.neighbours,
+    theta = (scaling if scaling.has("rope_theta") else fields).number(
+        "rope_theta", family.rope_theta
     )
     kind_field = "rope_type" if scaling.has("rope_type") else "type"
     kind = scaling.choice(kind_field, _kinds(family), default="default")
-    if kind in ("default", "mrope"):
+    if kind == "dynamic":  # a fixed factor in the base, and not one for each length
+        theta *= scaling.number("alpha") ** (head_dim / (head_dim - 2))
+    base = RopeSpec(
+        theta,
+        dim=_rotated(fields, scaling, head_dim, family),
+        neighbours=family.neighbours,
+    )
+    if kind in ("default", "dynamic", "mrope"):
         return base
     if family.model_type == "phi3":
         kind = "longrope"
@@ -74,7 +82,8 @@ def read_rope(fields: Fields, head_dim: int, family: RopeDefaults) -> RopeSpec:
     if kind == "llama3":
         return _llama3(scaling, replace(base, original_max_len=original))
     factor = scaling.number("factor", context / original)
-    scaled = replace(base, factor=factor, original_max_len=original)
+    beta = scaling.number("llama_4_scaling_beta") if family.model_type == "ministral3" else 0.0
+    scaled = replace(base, factor=factor, original_max_len=original, query_beta=beta)
     if kind == "yarn":
         return _yarn(scaling, scaled)
     return _longrope(scaling, replace(scaled, max_len=context))
@@ -84,8 +93,12 @@ def _kinds(family: RopeDefaults) -> tuple[str, ...]:
     """Return the types of scaling that a family may have.
 
     Text has the same position on all of mrope's axes, so that it is the default there. Phi-3's old
-    names for longrope are su and yarn.
+    names for longrope are su and yarn. Ministral 3 scales queries as well, by yarn's context.
     """
+    if family.model_type == "ministral3":
+        return ("yarn",)
+    if family.model_type.startswith("hunyuan"):
+        return (*KINDS, "dynamic")
     if family.model_type == "phi3":
         return ("default", "longrope", "su", "yarn")
     return (*KINDS, "mrope") if "_vl" in family.model_type else KINDS

@@ -162,6 +162,9 @@ class RopeSpec:
             `original_max_len` have the long ones.
         max_len: the maximum context, which selects longrope's divisors. transformers selects them
             by each batch's longest request, and computes the keys again when it changes.
+        query_beta: a query at position p is multiplied by 1 + query_beta *
+            log(1 + floor(p / original_max_len)), so that attention stays sharp over long contexts
+            (Llama 4's temperature).
     """
 
     theta: float
@@ -179,6 +182,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     max_len: int = 0
+    query_beta: float = 0.0
 
     def head_order(self, head_dim: int) -> tuple[int, ...]:
         """Return the order of a head's rows that pairs i with i + head_dim / 2; () if they are.
@@ -265,6 +269,7 @@ class AttentionSpec:
         rope: the rotary embedding of queries and keys.
         scale: multiplies the scores.
         q_norm, k_norm: applied before the rotary embedding, if any.
+        norms_after_rope: they are applied after it (Hunyuan).
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None
             means all earlier tokens.
     """
@@ -277,6 +282,7 @@ class AttentionSpec:
     scale: float
     q_norm: NormSpec | None = None
     k_norm: NormSpec | None = None
+    norms_after_rope: bool = False
     sliding_window: int | None = None
 
 

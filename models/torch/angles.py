@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,21 @@ from torch import Tensor
 from weft.kernels.cpu.rope import Rotation
 from weft.models.spec.spec import LayerSpec, RopeSpec
 
-Rotations = Mapping[RopeSpec, Rotation]
-"""A step's rotation for each rotary embedding in the model."""
+
+class Turn(NamedTuple):
+    """A step's rotary embedding.
+
+    Attributes:
+        rotation: of queries and keys.
+        query_scale: [T, 1, 1], multiplies the queries; None for 1.
+    """
+
+    rotation: Rotation
+    query_scale: Tensor | None
+
+
+Turns = Mapping[RopeSpec, Turn]
+"""A step's turn for each rotary embedding in the model."""
 
 
 class Angles:
@@ -38,9 +52,20 @@ class Angles:
         """True if all layers have the same rotary embedding."""
         return len(self._of) == 1
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
-        """Compute the rotations for tokens at `positions`, int [T]."""
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Turns:
+        """Compute the turns for tokens at `positions`, int [T]."""
         return {
-            rope: Rotation.of(positions, inverse, dtype, amplitudes)
+            rope: Turn(
+                Rotation.of(positions, inverse, dtype, amplitudes),
+                _query_scale(rope, positions, dtype),
+            )
             for rope, (inverse, amplitudes) in self._of.items()
         }
+
+
+def _query_scale(rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the queries' factors, [T, 1, 1]; see RopeSpec.query_beta."""
+    if not rope.query_beta:
+        return None
+    contexts = torch.div(positions, rope.original_max_len, rounding_mode="floor")
+    return (1 + rope.query_beta * (1 + contexts).log()).to(dtype)[:, None, None]

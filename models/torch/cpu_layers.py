@@ -26,7 +26,7 @@ from weft.kernels.cpu.attention import AttentionPlan, merge_parts, paged_attenti
 from weft.kernels.cpu.layer import NativeAttention, NativeMlp
 from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
-from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
+from weft.kernels.cpu.rope import HeadNorms, rotate_into_cache
 from weft.models.spec.spec import (
     AttentionSpec,
     LinearSpec,
@@ -35,6 +35,7 @@ from weft.models.spec.spec import (
     MoeSpec,
     WeightSpec,
 )
+from weft.models.torch.angles import Turn
 from weft.models.torch.group import Groups
 
 
@@ -80,12 +81,18 @@ class Attention:
         self._window, self._scale = spec.sliding_window, spec.scale
         self._norm = norm
         self._wide_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self._query_weight: Tensor | None = None
         self._head_norms = None
         if spec.q_norm is not None and spec.k_norm is not None:
             q_norm, k_norm = (load(one.weight).clone() for one in (spec.q_norm, spec.k_norm))
+            eps = spec.q_norm.eps
             if spec.q_norm.spans_heads:
-                eps = spec.q_norm.eps
                 self._wide_norms = RMSNorm(q_norm, eps), RMSNorm(k_norm, eps)
+            elif spec.norms_after_rope:
+                # A rotation keeps the mean square, and scores need only the weights' product.
+                self._query_weight = q_norm * k_norm
+                ones = torch.ones_like(q_norm)
+                self._head_norms = HeadNorms(ones, ones, eps)
             else:
                 self._head_norms = HeadNorms(q_norm, k_norm, spec.q_norm.eps)
         self._qkv = qkv = fuse((spec.q, spec.k, spec.v), load)
@@ -96,6 +103,8 @@ class Attention:
         if (
             group.size == 1
             and self._wide_norms is None
+            and self._query_weight is None
+            and not spec.rope.query_beta
             and isinstance(qkv, NativeLinear)
             and isinstance(o, NativeLinear)
             and native.takes_heads(heads, kv_heads, head_dim)
@@ -109,25 +118,25 @@ class Attention:
                 sliding_window=self._window,
             )
 
-    def __call__(
-        self, x: Tensor, rotation: Rotation, cache: LayerCache, plan: AttentionPlan
-    ) -> Tensor:
+    def __call__(self, x: Tensor, turn: Turn, cache: LayerCache, plan: AttentionPlan) -> Tensor:
         """[T, hidden] -> [T, hidden]; writes the tokens' keys and values to the cache."""
         keys, values = cache
         if self.native is not None:
-            return self.native(x, rotation, keys, values, plan)
+            return self.native(x, turn.rotation, keys, values, plan)
         qkv = self._qkv(x, norm=self._norm)
         if self._wide_norms is not None:
             qkv = self._norm_wide(qkv, *self._wide_norms)
         q = rotate_into_cache(
             qkv,
-            rotation,
+            turn.rotation,
             keys,
             values,
             plan,
             heads=self._heads,
             norms=self._head_norms,
         )
+        for factor in (self._query_weight, turn.query_scale):
+            q = q if factor is None else q * factor
         out = self._attend(q, keys, values, plan)
         residual = x if self._group.is_first else None
         return self._group.sum(self._o(out.view(len(x), -1), residual=residual))

@@ -25,11 +25,10 @@ from weft.kernels.cpu.linear import (
     make_linear,
 )
 from weft.kernels.cpu.moe import MakeLinear
-from weft.kernels.cpu.rope import Rotation
 from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
-from weft.models.torch.angles import Angles
+from weft.models.torch.angles import Angles, Turn
 from weft.models.torch.cpu_layers import Attention, LayerCache, LayerLoader, Mlp, Moe
 from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
@@ -53,7 +52,7 @@ class Layer:
     def __call__(
         self,
         x: Tensor,
-        rotation: Rotation,
+        turn: Turn,
         cache: LayerCache,
         plan: AttentionPlan,
         rows: Tensor | None = None,
@@ -63,7 +62,7 @@ class Layer:
 
         `sizes` holds the result's rows in each data-parallel attention group, if there are several.
         """
-        x = self._attention(x, rotation, cache, plan)
+        x = self._attention(x, turn, cache, plan)
         return self.feed_forward(x if rows is None else x[rows], sizes)
 
     def feed_forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -206,15 +205,15 @@ class CpuModel:
         Returns:
             [S, hidden]; for `logits` or the next stage.
         """
-        rotations = self._angles.at(positions, self._dtype)
+        turns = self._angles.at(positions, self._dtype)
         *layers, last = self._layers
         if self._native is not None:
-            x = self._native(x, rotations[last.rope], cache[:-1], plan)
+            x = self._native(x, turns[last.rope].rotation, cache[:-1], plan)
         else:
             tokens = [size.tokens for size in dp_sizes]
             for layer, layer_cache in zip(layers, cache[:-1], strict=True):
-                x = layer(x, rotations[layer.rope], layer_cache, plan, sizes=tokens)
-        return last(x, rotations[last.rope], cache[-1], plan, rows, self._at_end(dp_sizes))
+                x = layer(x, turns[layer.rope], layer_cache, plan, sizes=tokens)
+        return last(x, turns[last.rope], cache[-1], plan, rows, self._at_end(dp_sizes))
 
     def run_empty(self, dp_sizes: Sequence[Size]) -> None:
         """Run the layers without tokens, for other data-parallel attention groups. Collective."""

@@ -33,7 +33,7 @@ from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
-from weft.models.torch.angles import Angles, Rotations
+from weft.models.torch.angles import Angles, Turns
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import Exchange, Stream
 from weft.models.torch.gpu_layers import Experts, Linear, WeightLoader, WeightSource
@@ -47,13 +47,13 @@ class _Step:
     """Arguments that all layers share in a step.
 
     Attributes:
-        rotations: the tokens' rotary angles.
+        turns: the tokens' rotary embeddings.
         plan: where keys and values are written, and which requests the tokens belong to.
         sharded: whether each rank holds only some tokens between products.
         dp_tokens: tokens in each data-parallel attention group, if there are several.
     """
 
-    rotations: Rotations
+    turns: Turns
     plan: PagedPlan
     sharded: bool
     dp_tokens: tuple[int, ...]
@@ -76,9 +76,12 @@ class Layer:
         norms = spec.attention_norm, spec.feed_forward_norm
         self._norms = [(load(norm.weight), norm.eps) for norm in norms]
         self.rope, self._scale = attention.rope, attention.scale
+        self._query_weight: Tensor | None = None
         self._head_norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = load(attention.q_norm.weight), load(attention.k_norm.weight)
+            if attention.norms_after_rope:  # see cpu_layers.Attention
+                self._query_weight, q, k = q * k, torch.ones_like(q), torch.ones_like(k)
             self._head_norms = HeadNorms(q, k, attention.q_norm.eps)
         self._qkv = load.linear(attention.q, attention.k, attention.v)
         self._o = load.linear(attention.o)
@@ -96,15 +99,18 @@ class Layer:
         qkv = exchange.column_parallel(
             normed, self._qkv, silu_multiply=False, sharded=step.sharded
         )[:tokens]
+        turn = step.turns[self.rope]
         q, _ = rotate_into_cache(
             qkv.contiguous(),
-            step.rotations[self.rope],
+            turn.rotation,
             *cache,
             step.plan.pages,
             step.plan.slots,
             heads=model.num_heads,
             norms=self._head_norms,
         )
+        for factor in (self._query_weight, turn.query_scale):
+            q = q if factor is None else q * factor
         out = exchange.attend(q, cache, step.plan.batch, self._scale, self._window)
         stream = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
         normed, x = stream.norm(*self._norms[1])
@@ -184,9 +190,9 @@ class GpuModel:
     ) -> Tensor:
         """Run the layers; see `CpuModel`. Whoever reads the result also checks the faults."""
         tokens = len(x)
-        rotations = self._angles.at(positions, self._dtype)
+        turns = self._angles.at(positions, self._dtype)
         sharded = self.exchange.is_sharded(tokens)
-        step = _Step(rotations, plan, sharded, tuple(size.tokens for size in dp_sizes))
+        step = _Step(turns, plan, sharded, tuple(size.tokens for size in dp_sizes))
         with self.exchange.step():
             if sharded:
                 x = self.exchange.shard(x)

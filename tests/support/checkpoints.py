@@ -37,6 +37,10 @@ FAMILIES = {
     "ernie4_5": "Ernie4_5Config",
     "ernie4_5_moe": "Ernie4_5_MoeConfig",
     "seed_oss": "SeedOssConfig",
+    "hunyuan_v1_dense": "HunYuanDenseV1Config",
+    "hunyuan_v1_moe": "HunYuanMoEV1Config",
+    "ministral3": "Ministral3Config",
+    "mistral3": "Mistral3Config",
     "smollm3": "SmolLM3Config",
     "qwen2_vl": "Qwen2VLConfig",
     "qwen2_5_vl": "Qwen2_5_VLConfig",
@@ -46,6 +50,16 @@ FAMILIES = {
 
 _VISION: dict[str, Any] = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
 _VISION_OF: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    },
     "qwen2_vl": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
     "qwen2_5_vl": _VISION | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
     "qwen3_vl": _VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
@@ -67,6 +81,13 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": [2, 0],
     "pad_token_id": 0,
+}
+YARN_WITH_BETA = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.3,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
@@ -92,6 +113,9 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "ministral3": {"rope_parameters": YARN_WITH_BETA},
+    "mistral3": {"rope_parameters": YARN_WITH_BETA, "model_type": "ministral3"},
     "hy_v3": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "ernie4_5_moe": {
         "moe_num_experts": 8,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,16 +256,23 @@ GPUS = (
     _gpu("H200", "sm_90", 5.5e12, 132, 227 << 10),
     _gpu("B200", "sm_100", 9.0e12, 148, 227 << 10),
     _gpu("MI300X", "gfx942", 10.0e12, 304, 64 << 10),
+    _gpu("L40S", "sm_89", 4.0e12, 142, 99 << 10),
 )
 UNKNOWN = GPUS[1]
+SMALL = re.compile(r"\b(A2|A10G?|A16|A40|L2|L4|L20|L40|RTX)\b")
+"""NVIDIA's GPUs with the L40S's shared memory: compute capabilities 8.6, 8.9 and 12.0."""
 
 MEMORY_LATENCY = 0.7e-6  # a load that misses L2; assumed
 STEP = 20e-9  # overhead per step along K: a barrier, addresses, a branch; assumed
 
 
 def device_named(name: str) -> Gpu:
-    """Find a GPU by the name that its driver gives. An unlisted GPU gets the H100's figures."""
-    return next((gpu for gpu in GPUS if gpu.name in name), UNKNOWN)
+    """Find a GPU by the name that its driver gives.
+
+    An unlisted GPU gets the figures of the L40S if it has as little shared memory, else the H100's.
+    """
+    unlisted = device_for("sm_89") if SMALL.search(name) else UNKNOWN
+    return next((gpu for gpu in GPUS if gpu.name in name), unlisted)
 
 
 @contextmanager

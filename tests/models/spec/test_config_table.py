@@ -30,7 +30,7 @@ from weft.models.spec.config_table import (
     rope_effect,
     unread,
 )
-from weft.models.spec.families import FAMILIES, build_spec
+from weft.models.spec.families import ALL_FAMILIES, FAMILIES, WRAPPERS, build_spec
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -60,12 +60,14 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 9},
     {"rope_scaling": LLAMA3},
     {"rope_parameters": LLAMA3 | {"rope_type": None, "type": "llama3"}},
-    {"rope_parameters": YARN},
+    {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
+    {"rope_parameters": {"type": "dynamic", "alpha": 4.0}},
+    {"moe_topk": 2},
     {"rope_parameters": LONGROPE | {"partial_rotary_factor": 1.0}},
 )
-ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
-WRAPPERS = {family.model_type: family.wrapper for family in FAMILIES.values()}
-families = pytest.mark.parametrize("model_type", ARCHITECTURES)
+ALONE = {family.model_type: name for name, family in FAMILIES.items()}
+WRAPPED = {text.model_type: name for name, wrapper in WRAPPERS.items() for text in wrapper.texts}
+families = pytest.mark.parametrize("model_type", [family.model_type for family in ALL_FAMILIES])
 
 
 class Recorder(dict[str, Any]):
@@ -90,19 +92,25 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     of_rope: set[str] = set()
     for variant in VARIANTS:
         sections = {name: Recorder(variant.get(name, {})) for name in ROPE_SECTIONS}
-        named = {"architectures": [ARCHITECTURES[model_type]]}
         text = Recorder(SIZES | variant | sections)
-        config = Recorder(named | {"text_config": text} if WRAPPERS[model_type] else {})
-        text |= {} if WRAPPERS[model_type] else named
+        if alone := ALONE.get(model_type):
+            text["architectures"], config = [alone], text
+        else:
+            named = {"architectures": [WRAPPED[model_type]]}
+            config = Recorder(named | {"text_config": text})
         with suppress(ModelError):  # a type of scaling that the family does not have
-            build_spec(config if WRAPPERS[model_type] else text, Path("config.json"))
+            build_spec(config, Path("config.json"))
         read |= (config.names | text.names) - WRAPPER
         of_rope |= set().union(*(section.names for section in sections.values()))
     only = {name for name in ONLY if effect(name, model_type) == "only"}
     assert read - only == READ | READ_BY[model_type]
-    not_of_phi3 = {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
-    not_of_phi3 |= {"low_freq_factor", "high_freq_factor"}
-    assert of_rope == (ROPE_READ - not_of_phi3 if model_type == "phi3" else ROPE_READ)
+    yarn = {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+    llama3 = {"low_freq_factor", "high_freq_factor"}
+    longrope = {"short_factor", "long_factor"}
+    not_read = {"phi3": yarn | llama3, "ministral3": llama3 | longrope}.get(model_type, set())
+    not_read |= set() if model_type.startswith("hunyuan") else {"alpha"}
+    not_read |= set() if model_type == "ministral3" else {"llama_4_scaling_beta"}
+    assert of_rope == ROPE_READ - not_read
 
 
 def source_of(*modules: ModuleType | type) -> str:
@@ -121,11 +129,11 @@ def test_the_table_has_every_field_that_transformers_reads(model_type: str) -> N
         for name, value in vars(module).items()
         if isinstance(value, type) and value.__module__ == module.__name__ and "Text" in name
     ]
-    own = classes if WRAPPERS[model_type] else [modeling, configuration]
+    own = [modeling, configuration] if model_type in ALONE else classes
     source = source_of(*own, modeling_rope_utils, cache_utils, masking_utils, moe)
     used = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
     used |= set(re.findall(r"getattr\(\w*config, \"([a-z_]+)\"", source))
-    if not WRAPPERS[model_type]:
+    if model_type in ALONE:
         used |= set(re.findall(r"self\.([a-z_]+)\b(?!\()", source_of(configuration)))
     used -= {"json", "default_theta"}  # a file's name, and a class constant
     methods = {name for name in used if callable(getattr(config, name, None))}

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.errors import ModelError
-from weft.models.spec.families import FAMILIES, build_spec
+from weft.models.spec.families import ARCHITECTURES, FAMILIES, build_spec
 from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 SOURCE = Path("config.json")
@@ -51,6 +51,15 @@ EACH = QWEN3_MOE | {
 """Sizes for each family."""
 
 
+def config_of(architecture: str) -> dict[str, Any]:
+    """Return a config.json of an architecture."""
+    config = EACH | {"architectures": [architecture]}
+    if architecture == "Ministral3ForCausalLM":
+        yarn = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
+        config |= {"rope_parameters": yarn}
+    return config
+
+
 def ropes_of(config: dict[str, Any]) -> set[RopeSpec]:
     """Return the rotary embeddings of a model's layers."""
     return {layer.attention.rope for layer in build_spec(config, SOURCE).layers}
@@ -78,7 +87,7 @@ def test_sizes_come_from_the_config() -> None:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_fields_have_transformers_defaults(architecture: str) -> None:
     family = FAMILIES[architecture]
-    config = EACH | {"architectures": [architecture]}
+    config = config_of(architecture)
     for name in ("max_position_embeddings", "rms_norm_eps"):
         del config[name]
     spec = build_spec(config, SOURCE)
@@ -90,8 +99,7 @@ def test_absent_fields_have_transformers_defaults(architecture: str) -> None:
     expected = theirs.rope_parameters or {}
     assert rope.theta == expected.get("rope_theta", theirs.default_theta)
     assert rope.dim == spec.head_dim * expected.get("partial_rotary_factor", 1.0)
-    if family.wrapper is None:
-        assert (spec.lm_head is None) == theirs.tie_word_embeddings
+    assert (spec.lm_head is None) == theirs.tie_word_embeddings
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -447,12 +455,12 @@ def test_experts_are_checked(fields: dict[str, Any], message: str) -> None:
     ],
 )
 @pytest.mark.parametrize("sliding", [True, False])
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_layer_types_are_checked(
     architecture: str, sliding: bool, kinds: list[Any], message: str
 ) -> None:
     flag = {} if architecture == "Qwen2MoeForCausalLM" else {"use_sliding_window": sliding}
-    config = EACH | {"architectures": [architecture]} | flag
+    config = config_of(architecture) | flag
     with pytest.raises(ModelError, match=message):
         build_spec(config | {"layer_types": kinds}, SOURCE)
 
@@ -471,7 +479,7 @@ def test_sliding_layers_need_a_window() -> None:
 def test_an_unknown_architecture_is_told_the_known_ones() -> None:
     with pytest.raises(ModelError) as error:
         build_spec(LLAMA | {"architectures": ["Nope"]}, SOURCE)
-    assert all(name in str(error.value) for name in FAMILIES)
+    assert all(name in str(error.value) for name in ARCHITECTURES)
 
 
 def test_every_spec_names_each_tensor_once() -> None:
@@ -522,14 +530,14 @@ _FIELDS = st.sampled_from(
 
 @settings(deadline=None)
 @given(
-    architecture=st.sampled_from(sorted(FAMILIES)),
+    architecture=st.sampled_from(ARCHITECTURES),
     changes=st.dictionaries(_FIELDS, _JSON, max_size=3),
     windows=st.booleans(),
 )
 def test_no_config_raises_anything_but_a_model_error(
     architecture: str, changes: dict[str, Any], windows: bool
 ) -> None:
-    config = EACH | {"architectures": [architecture], "use_sliding_window": windows}
+    config = config_of(architecture) | {"use_sliding_window": windows}
     with suppress(ModelError):
         assert build_spec(config | changes, SOURCE).parameters > 0
 

@@ -209,6 +209,21 @@ def test_devices_are_known_by_the_drivers_name() -> None:
     assert device_named("NVIDIA H200").name == "H200"
     assert device_named("AMD Instinct MI300X").name == "MI300X"
     assert device_named("a new one") is UNKNOWN
+    small = ("NVIDIA L40S", "NVIDIA L4", "NVIDIA A10G", "NVIDIA RTX A6000", "NVIDIA A40")
+    small += ("NVIDIA GeForce RTX 4090", "NVIDIA RTX PRO 6000 Blackwell Server Edition")
+    assert {device_named(name).name for name in small} == {"L40S"}
+    assert device_named("NVIDIA A100-SXM4-80GB").name == "A100"
+
+
+def test_all_tiles_of_a_small_gpu_fit_its_shared_memory() -> None:
+    """99 KB is less than half of what the H100 has."""
+    gpu = device_named("NVIDIA L4")
+    assert gpu.shared == 99 << 10
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        problem = Problem(op, 2, 4096, 4096, 4096)
+        for config in space(problem, gpu, ["push"]):
+            tile = (config.block_m + config.block_n) * config.block_k * config.stages
+            assert tile * problem.itemsize <= gpu.shared
 
 
 def test_what_cannot_be_modelled_is_refused() -> None:
