@@ -15,11 +15,19 @@ from jax import lax
 
 from weft.kernels.tpu.experts.dispatch import moe_combine, moe_dispatch
 from weft.kernels.tpu.experts.grouped_matmul import grouped_gate_up, grouped_matmul
-from weft.models.jax.collectives import all_reduce, gather_tokens, matmul, precision, scatter_sum
+from weft.models.jax.collectives import (
+    all_reduce,
+    block_input,
+    block_output,
+    gather_tokens,
+    matmul,
+    precision,
+    scatter_sum,
+)
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import EXPERT, TENSOR
-from weft.models.jax.parameters import Moe
-from weft.models.spec.spec import MoeSpec
+from weft.models.jax.parameters import Mlp, Moe
+from weft.models.spec.spec import MoeSpec, RouterSpec
 
 
 def run_experts(layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Array:
@@ -38,11 +46,42 @@ def run_experts(layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Arr
         weights, experts = _route(layer, own, x)
         rows, routing = moe_dispatch(x, experts, own.router.shape[1], TENSOR)
         outputs = _run(own, rows, routing.offsets, kernel=True)
-        return moe_combine(outputs, weights, routing, TENSOR)
+        mixed = moe_combine(outputs, weights, routing, TENSOR)
+        if own.shared is None:
+            return mixed
+        return mixed + _gate_shared(own, x, dense(own.shared, shape, x))
     if shape.sharded:
         x = gather_tokens(x)
     total = _run_own(own, x, *_route(layer, own, x), kernel=shape.kernels.experts)
+    if own.shared is not None:  # one sum over the devices has the experts' terms and these
+        total += _gate_shared(own, x, _part_of_shared(own.shared, x))
     return scatter_sum(total) if shape.sharded else all_reduce(total)
+
+
+def dense(own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
+    """Compute down(silu(gate(x)) * up(x)) on all devices together; x is normed."""
+    gate_up = block_input(x, *own.gate_up, shape)
+    inner = gated(*jnp.split(gate_up, 2, axis=-1))
+    return block_output(inner, *own.down, shape)
+
+
+def _part_of_shared(own: Mlp, x: jax.Array) -> jax.Array:
+    """Compute this device's term of the shared MLP's result, for all tokens [T, hidden]."""
+    gate_up = matmul(x, own.gate_up.weight)
+    if own.gate_up.bias is not None:
+        gate_up += own.gate_up.bias.astype(jnp.float32)
+    inner = gated(*jnp.split(gate_up.astype(x.dtype), 2, axis=-1))
+    part = matmul(inner, own.down.weight)
+    if own.down.bias is not None:
+        part += jnp.where(lax.axis_index(TENSOR) == 0, own.down.bias.astype(jnp.float32), 0)
+    return part.astype(x.dtype)
+
+
+def _gate_shared(own: Moe, x: jax.Array, out: jax.Array) -> jax.Array:
+    """Multiply the shared MLP's result by its gate, if it has one."""
+    if own.shared_gate is None:
+        return out
+    return jax.nn.sigmoid(matmul(x, own.shared_gate)).astype(x.dtype) * out
 
 
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -53,13 +92,31 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _route(layer: MoeSpec, own: Moe, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Choose each token's experts: their weights, float32 [T, top_k], and ids, int32 [T, top_k]."""
-    logits = matmul(x, own.router).astype(x.dtype)
-    weights, experts = lax.top_k(
-        jax.nn.softmax(logits.astype(jnp.float32), axis=-1), layer.router.top_k
-    )
-    if layer.router.normalize:
+    router = layer.router
+    if router.weight.in_float32:
+        wide = matmul(x.astype(jnp.float32), own.router)
+    else:
+        wide = matmul(x, own.router).astype(x.dtype).astype(jnp.float32)
+    score = jax.nn.sigmoid if router.scoring == "sigmoid" else jax.nn.softmax
+    scores = score(wide)
+    choice = scores if own.bias is None else scores + own.bias
+    if router.top_groups < router.groups:
+        choice = _in_best_groups(router, choice)
+    _, experts = lax.top_k(choice, router.top_k)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if router.normalize:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return weights, experts
+    return weights * jnp.float32(router.scale), experts
+
+
+def _in_best_groups(router: RouterSpec, choice: jax.Array) -> jax.Array:
+    """Set the scores outside each token's best groups to -inf; float32 [T, experts]."""
+    by_group = choice.reshape(len(choice), router.groups, -1)
+    counted = 1 if router.bias is None else min(2, by_group.shape[-1])
+    quality = lax.top_k(by_group, counted)[0].sum(axis=-1)
+    _, best = lax.top_k(quality, router.top_groups)
+    kept = jax.nn.one_hot(best, router.groups, dtype=jnp.bool_).any(axis=1)
+    return jnp.where(kept[..., None], by_group, -jnp.inf).reshape(choice.shape)
 
 
 def _run_own(

@@ -24,7 +24,7 @@ from weft.models.jax.collectives import (
     scatter_sum,
     weight_gathered_mlp,
 )
-from weft.models.jax.experts import gated, run_experts
+from weft.models.jax.experts import dense, gated, run_experts
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
@@ -184,11 +184,14 @@ def _attend(
     qkv = block_input(rms_norm(x, own.norm, layer.attention_norm.eps), *own.qkv, shape)
     qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+    q_norm, k_norm = attention.q_norm, attention.k_norm
     if attention.norms_after_rope:
         q, k = rotate(q, turn), rotate(k, turn)
-    if attention.q_norm is not None and attention.k_norm is not None:
-        q = rms_norm(q, own.q_norm, attention.q_norm.eps)
-        k = rms_norm(k, own.k_norm, attention.k_norm.eps)
+    if q_norm is not None and k_norm is not None:
+        if q_norm.spans_heads:
+            q, k = _norm_heads((q, k), (own.q_norm, own.k_norm), q_norm.eps)
+        else:
+            q, k = rms_norm(q, own.q_norm, q_norm.eps), rms_norm(k, own.k_norm, k_norm.eps)
     if not attention.norms_after_rope:
         q, k = rotate(q, turn), rotate(k, turn)
     if turn.query_scale is not None:
@@ -204,6 +207,20 @@ def _attend(
     return block_output(out.reshape(-1, heads * dim), *own.o, shape), pages
 
 
+def _norm_heads(
+    parts: tuple[jax.Array, jax.Array], weights: tuple[jax.Array, jax.Array], eps: float
+) -> list[jax.Array]:
+    """Normalize queries and keys, [T, H, D] each, over all devices' heads together."""
+    wide = [part.astype(jnp.float32) for part in parts]
+    # Devices with the same heads have them equally often, so the mean over devices is exact.
+    means = lax.pmean(jnp.stack([(x * x).mean(axis=(1, 2)) for x in wide]), TENSOR)
+    scales = lax.rsqrt(means + jnp.float32(eps))[..., None, None]
+    return [
+        (x * scale).astype(part.dtype) * weight.reshape(1, *part.shape[1:])
+        for x, scale, part, weight in zip(wide, scales, parts, weights, strict=True)
+    ]
+
+
 def _feed_forward(eps: float, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
     """down(silu(gate(norm(x))) * up(norm(x)))."""
     normed = rms_norm(x, own.norm, eps)
@@ -214,9 +231,7 @@ def _feed_forward(eps: float, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array
         part = MlpPart(gate, up, gate_bias, up_bias, own.down.weight)
         out = weight_gathered_mlp(normed, part, gated).astype(x.dtype)
         return out if own.down.bias is None else out + own.down.bias
-    gate_up = block_input(normed, *own.gate_up, shape)
-    inner = gated(*jnp.split(gate_up, 2, axis=-1))
-    return block_output(inner, *own.down, shape)
+    return dense(own, shape, normed)
 
 
 def _rows(x: jax.Array, rows: jax.Array, *, sharded: bool) -> jax.Array:

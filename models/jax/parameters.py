@@ -49,7 +49,10 @@ class Linear(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Norms [hidden], [head_dim] or None; qkv [hidden, (H + 2 Hk) D] and o on each device."""
+    """Norm [hidden]; qkv [hidden, (H + 2 Hk) D] and o on each device.
+
+    The norms of queries and keys are [head_dim], [H D] and [Hk D] on each device, or None.
+    """
 
     norm: Any
     qkv: Linear
@@ -59,7 +62,7 @@ class Attention(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """Norm [hidden]; gate_up [hidden, 2 x width] and down [width, hidden] on each device."""
+    """Norm [hidden], or None in experts; on each device, gate_up [hidden, 2 x width] and down."""
 
     norm: Any
     gate_up: Linear
@@ -67,16 +70,20 @@ class Mlp(NamedTuple):
 
 
 class Moe(NamedTuple):
-    """Norm [hidden]; router [hidden, experts]; a device's experts.
+    """Norm [hidden]; router [hidden, experts], its bias [experts] or None; a device's experts.
 
-    Gate and up are [experts, hidden, width], down is [experts, width, hidden].
+    Gate and up are [experts, hidden, width], down is [experts, width, hidden]. The shared MLP and
+    its gate [hidden, 1] may be None.
     """
 
     norm: Any
     router: Any
+    bias: Any
     gate: Any
     up: Any
     down: Any
+    shared: Mlp | None
+    shared_gate: Any
 
 
 class Layer(NamedTuple):
@@ -103,11 +110,17 @@ class Parameter:
         shape: shape of a device's part.
         cut: mesh axes along which it is cut.
         read: reads a device's part from its rank's weights, in a torch dtype.
+        in_float32: it is float32, whatever the compute dtype is.
     """
 
     shape: tuple[int, ...]
     cut: PartitionSpec
     read: Callable[[Weights, torch.dtype], Tensor]
+    in_float32: bool = False
+
+    def dtype(self, computed: str) -> str:
+        """Return its dtype, where the model is computed in another."""
+        return "float32" if self.in_float32 else computed
 
 
 def describe(spec: ModelSpec, layout: Layout) -> Params:
@@ -133,7 +146,9 @@ def describe(spec: ModelSpec, layout: Layout) -> Params:
 def shapes(parameters: Params, mesh: Mesh, dtype: str) -> Params:
     """Return the arrays from `describe`, without data."""
     arrays: Params = jax.tree.map(
-        lambda p: described(mesh, p.shape, DTYPES[dtype], p.cut), parameters, is_leaf=_is_parameter
+        lambda p: described(mesh, p.shape, DTYPES[p.dtype(dtype)], p.cut),
+        parameters,
+        is_leaf=_is_parameter,
     )
     return arrays
 
@@ -165,9 +180,9 @@ def load(
         Weights(path, spec, progresses.callback(index), Layout(layout.tp, layout.ep, rank))
         for index, rank in enumerate(ranks)
     ]
-    kind: torch.dtype = getattr(torch, dtype)
 
     def to_devices(parameter: Parameter) -> jax.Array:
+        kind: torch.dtype = getattr(torch, parameter.dtype(dtype))
         parts = [
             jax.device_put(_numpy(parameter.read(own, kind)), device)
             for own, device in zip(weights, devices, strict=True)
@@ -213,10 +228,16 @@ def _numpy(x: Tensor) -> Part:
 
 def _norm(norm: NormSpec) -> Parameter:
     """Describe a norm, which every device has."""
-    weight = norm.weight
-    return Parameter(
-        weight.shape, partition(weight), lambda weights, dtype: weights.read(weight).to(dtype)
-    )
+    return _vector(norm.weight)
+
+
+def _vector(weight: WeightSpec) -> Parameter:
+    """Describe a vector that every device has."""
+
+    def read(weights: Weights, dtype: torch.dtype) -> Tensor:
+        return weights.read(weight).to(dtype)
+
+    return Parameter(weight.shape, partition(weight), read, weight.in_float32)
 
 
 def _table(weight: WeightSpec, each: int) -> Parameter:
@@ -250,19 +271,31 @@ def _linear(linears: Sequence[LinearSpec], own: Sequence[LinearSpec]) -> Linear:
 
 
 def _attention(norm: NormSpec, spec: AttentionSpec, own: AttentionSpec) -> Attention:
+    heads, _ = partition(spec.q.weight)
+
+    def head_norm(whole: NormSpec | None, part: NormSpec | None) -> Parameter | None:
+        if whole is None or part is None or not whole.spans_heads:
+            return None if whole is None else _norm(whole)
+        weight = whole.weight  # cut like the queries, also if devices have the same KV heads
+        return Parameter(
+            part.weight.shape,
+            PartitionSpec(heads),
+            lambda source, kind: source.read(weight).to(kind),
+        )
+
     return Attention(
         norm=_norm(norm),
         qkv=_linear((spec.q, spec.k, spec.v), (own.q, own.k, own.v)),
         o=_linear((spec.o,), (own.o,)),
-        q_norm=None if spec.q_norm is None else _norm(spec.q_norm),
-        k_norm=None if spec.k_norm is None else _norm(spec.k_norm),
+        q_norm=head_norm(spec.q_norm, own.q_norm),
+        k_norm=head_norm(spec.k_norm, own.k_norm),
     )
 
 
-def _mlp(norm: NormSpec, spec: MlpSpec, own: MlpSpec | MoeSpec) -> Mlp:
+def _mlp(norm: NormSpec | None, spec: MlpSpec, own: MlpSpec | MoeSpec | None) -> Mlp:
     assert isinstance(own, MlpSpec)
     return Mlp(
-        norm=_norm(norm),
+        norm=None if norm is None else _norm(norm),
         gate_up=_linear((spec.gate, spec.up), (own.gate, own.up)),
         down=_linear((spec.down,), (own.down,)),
     )
@@ -272,8 +305,14 @@ def _moe(norm: NormSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
     assert isinstance(own, MoeSpec)
     experts, width, hidden = own.gate.shape
 
-    def router(weights: Weights, dtype: torch.dtype) -> Tensor:
-        return weights.read(spec.router.weight).to(dtype).t()
+    def turned(weight: WeightSpec) -> Parameter:
+        """Describe a matrix that every device has, transposed."""
+
+        def read(weights: Weights, dtype: torch.dtype) -> Tensor:
+            return weights.read(weight).to(dtype).t()
+
+        cut = PartitionSpec(*partition(weight)[::-1])
+        return Parameter(weight.shape[::-1], cut, read, weight.in_float32)
 
     def each(weight: WeightSpec) -> Callable[[Weights, torch.dtype], Tensor]:
         def read(weights: Weights, dtype: torch.dtype) -> Tensor:
@@ -285,11 +324,8 @@ def _moe(norm: NormSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
     inward = PartitionSpec(expert_axis, hidden_axis, width_axis)
     return Moe(
         norm=_norm(norm),
-        router=Parameter(
-            spec.router.weight.shape[::-1],
-            PartitionSpec(*partition(spec.router.weight)[::-1]),
-            router,
-        ),
+        router=turned(spec.router.weight),
+        bias=None if spec.router.bias is None else _vector(spec.router.bias),
         gate=Parameter((experts, hidden, width), inward, each(spec.gate)),
         up=Parameter((experts, hidden, width), inward, each(spec.up)),
         down=Parameter(
@@ -297,4 +333,6 @@ def _moe(norm: NormSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
             PartitionSpec(expert_axis, width_axis, hidden_axis),
             each(spec.down),
         ),
+        shared=None if spec.shared is None else _mlp(None, spec.shared, own.shared),
+        shared_gate=None if spec.shared_gate is None else turned(spec.shared_gate),
     )

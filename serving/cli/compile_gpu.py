@@ -157,9 +157,9 @@ def _gpu(topology: str, device: Device) -> Gpu:
     gpu = next((gpu for gpu in GPUS if gpu.name == device.name), None)
     if gpu is None:
         known = ", ".join(gpu.name for gpu in GPUS)
-        why = "CPUs need none compiled" if device.cpu else "weft has no kernels for it"
         raise ConfigError(
-            f"--for is {topology!r}; {why}. It must be a TPU slice, or one of {known}"
+            f"--for is {topology!r}; CPUs need none compiled. It must be a TPU slice, or one of "
+            f"{known}"
         )
     if gpu.target.startswith("gfx") and (lack := lacks_triton_for_amd()):
         raise ConfigError(f"--for is {topology!r}; {lack}")

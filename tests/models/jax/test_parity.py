@@ -33,6 +33,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 QWEN2 = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 ONE_HEAD = {"num_key_value_heads": 1}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -50,6 +56,24 @@ CASES = [
         *("mixtral", {"sliding_window": 9}, 2, 2), marks=slow, id="mixtral, window, tp 2, ep 2"
     ),
     pytest.param("llama", BIASES | {"intermediate_size": 52}, 4, 1, id="llama, weights travel"),
+    pytest.param(
+        *("glm4_moe", {"n_group": 4, "topk_group": 2, "use_qk_norm": True}, 4, 2),
+        id="glm4_moe, groups, tp 4, ep 2",
+    ),
+    pytest.param("minimax_m2", ONE_HEAD, 2, 2, id="minimax_m2, one KV head, tp 2, ep 2"),
+    pytest.param("qwen2_moe", {}, 2, 1, id="qwen2_moe, tp 2"),
+    pytest.param("ministral3", {}, 1, 1, id="ministral3"),
+    pytest.param("hunyuan_v1_moe", {}, 2, 1, marks=slow, id="hunyuan_v1_moe, tp 2"),
+    pytest.param("hy_v3", {"mlp_bias": True}, 2, 2, marks=slow, id="hy_v3, biases, tp 2, ep 2"),
+    pytest.param("ernie4_5_moe", {}, 2, 1, marks=slow, id="ernie4_5_moe, tp 2"),
+    pytest.param("ernie4_5", {}, 1, 1, marks=slow, id="ernie4_5"),
+    pytest.param("phi3", {"partial_rotary_factor": 0.5}, 2, 1, marks=slow, id="phi3, tp 2"),
+    pytest.param("glm", {}, 2, 1, marks=slow, id="glm, tp 2"),
+    pytest.param("glm4_moe", {}, 1, 1, marks=slow, id="glm4_moe"),
+    pytest.param("minimax_m2", {}, 4, 4, marks=slow, id="minimax_m2, tp 4, ep 4"),
+    pytest.param("smollm3", {"num_hidden_layers": 4}, 1, 1, marks=slow, id="smollm3"),
+    pytest.param("seed_oss", {}, 2, 1, marks=slow, id="seed_oss, tp 2"),
+    pytest.param("llama", {"rope_parameters": YARN}, 1, 1, marks=slow, id="llama, yarn"),
     pytest.param("llama", {}, 1, 1, marks=slow, id="llama"),
     pytest.param("qwen3_moe", {"norm_topk_prob": True}, 1, 1, marks=slow, id="qwen3_moe"),
     pytest.param("llama", ONE_HEAD, 1, 1, marks=slow, id="llama, one KV head"),
@@ -76,6 +100,12 @@ KERNEL_CASES = [
     ),
     pytest.param("llama", WIDE | BIASES, 2, 1, "attention products", id="llama, tp 2", marks=slow),
     pytest.param("llama", {}, 2, 1, "products", id="llama, heads of 16", marks=slow),
+    pytest.param(
+        *("glm4_moe", WIDE, 2, 2, "attention products exchange"), id="glm4_moe, ep 2", marks=slow
+    ),
+    pytest.param(
+        *("qwen2_moe", WIDE, 2, 2, "attention products exchange"), id="qwen2_moe, ep 2", marks=slow
+    ),
     pytest.param("mixtral", {}, 2, 2, "products", id="mixtral, heads of 16", marks=slow),
     pytest.param(
         *("qwen3_moe", WIDE | {"num_experts_per_tok": 3}, 4, 2, "attention products"),

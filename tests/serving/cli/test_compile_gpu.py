@@ -191,7 +191,6 @@ def test_a_model_that_does_not_fit_is_refused_with_what_fits(tmp_path: Path) -> 
     [
         ("h1000", {}, "--for is 'h1000'; the device is unknown. It must be GPUs, such as h100:8"),
         ("cpu:8", {}, "--for is 'cpu:8'; CPUs need none compiled"),
-        ("l40s", {}, "--for is 'l40s'; weft has no kernels for it. It must be a TPU slice, or one"),
         ("h100", {"device": "cpu"}, "--device is cpu; with --for h100 it must be auto or cuda"),
         ("h100:8", {"backend": "jax"}, "--backend is jax; with --for h100:8 it must be auto or "),
     ],
