@@ -32,7 +32,6 @@ WAITING = {
     "weft.kernels.gpu.runtime.nvshmem.put": NO_SIGNAL,
     "weft.kernels.gpu.runtime.nvshmem._put": NO_SIGNAL,
     "weft.kernels.gpu.tuning.clock": TUNED,
-    "weft.kernels.gpu.tuning.costs.device_for": "the checks compile for it",
     "weft.kernels.gpu.tuning.ops": TUNED,
     "weft.kernels.gpu.tuning.search": TUNED,
     "weft.kernels.gpu.tuning.table": TUNED,
