@@ -83,7 +83,7 @@ class Attention:
         self._head_norms = None
         if spec.q_norm is not None and spec.k_norm is not None:
             q_norm, k_norm = (load(one.weight).clone() for one in (spec.q_norm, spec.k_norm))
-            if spec.q_norm.spans_heads:
+            if spec.norms_span_heads:
                 eps = spec.q_norm.eps
                 self._wide_norms = RMSNorm(q_norm, eps), RMSNorm(k_norm, eps)
             else:

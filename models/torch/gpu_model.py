@@ -3,6 +3,7 @@
     x [T, hidden]
     norm
     column_parallel     qkv: own heads, all tokens
+    mean_squares        for norms over all heads
     rotate_into_cache
     attend              own heads
     row_parallel        o, + x
@@ -10,8 +11,9 @@
     column_parallel     silu(gate) * up: own width        or, for experts:
     row_parallel        down, + x                         run_experts
 
-An Exchange implements `column_parallel`, `row_parallel`, `attend` and `run_experts`, and so decides
-how ranks communicate: by plain collectives (exchange.py) or overlapped ones (overlapped.py).
+An Exchange implements `column_parallel`, `row_parallel`, `mean_squares`, `attend` and
+`run_experts`, and so decides how ranks communicate: by plain collectives (exchange.py) or
+overlapped ones (overlapped.py).
 
 Nothing here waits for the device or reads from it, and all shapes follow from the step's. Steps
 with equal shapes can therefore be captured in a CUDA graph (graphs.py).
@@ -76,11 +78,12 @@ class Layer:
         norms = spec.attention_norm, spec.feed_forward_norm
         self._norms = [(load(norm.weight), norm.eps) for norm in norms]
         self.rope, self._scale = attention.rope, attention.scale
-        self._head_norms = None
+        self._head_norms, self._wide = None, attention.norms_span_heads
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = load(attention.q_norm.weight), load(attention.k_norm.weight)
             self._head_norms = HeadNorms(q, k, attention.q_norm.eps)
         self._qkv = load.linear(attention.q, attention.k, attention.v)
+        self._widths = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self._o = load.linear(attention.o)
         self._experts = None
         if isinstance(block, MoeSpec):
@@ -95,15 +98,17 @@ class Layer:
         normed, x = stream.norm(*self._norms[0])
         qkv = exchange.column_parallel(
             normed, self._qkv, silu_multiply=False, sharded=step.sharded
-        )[:tokens]
+        )[:tokens].contiguous()
+        means = exchange.mean_squares(qkv, *self._widths) if self._wide else None
         q, _ = rotate_into_cache(
-            qkv.contiguous(),
+            qkv,
             step.rotations[self.rope],
             *cache,
             step.plan.pages,
             step.plan.slots,
             heads=model.num_heads,
             norms=self._head_norms,
+            means=means,
         )
         out = exchange.attend(q, cache, step.plan.batch, self._scale, self._window)
         stream = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
