@@ -92,8 +92,8 @@ class Layer:
             self._gate_up = load.linear(block.gate, block.up)
             self._down = load.linear(block.down)
 
-    def __call__(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
-        """[T, hidden], or this rank's rows, to the same shape."""
+    def attend(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
+        """Run the first half: [T, hidden], or this rank's rows, to the same shape."""
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
         normed, x = stream.norm(*self._norms[0])
         qkv = exchange.column_parallel(
@@ -111,7 +111,11 @@ class Layer:
             means=means,
         )
         out = exchange.attend(q, cache, step.plan.batch, self._scale, self._window)
-        stream = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
+        return exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
+
+    def feed_forward(self, stream: Stream, step: _Step) -> Stream:
+        """Run the second half, likewise. What only the first half needed should be freed before."""
+        exchange, tokens = self._exchange, len(step.plan.pages)
         normed, x = stream.norm(*self._norms[1])
         if self._experts is not None:
             return exchange.run_experts(
@@ -197,7 +201,8 @@ class GpuModel:
                 x = self.exchange.shard(x)
             stream = Stream(x)
             for layer, layer_cache in zip(self._layers, cache, strict=True):
-                stream = layer(stream, step, layer_cache)
+                stream = layer.attend(stream, step, layer_cache)
+                stream = layer.feed_forward(stream, step)
             x = stream.whole()
             if sharded:
                 x = self.exchange.unshard(x, tokens)
