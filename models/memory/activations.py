@@ -144,7 +144,7 @@ def triton_activations(
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = tokens * (3 * q + 2 * kv) * item  # projection, rotated, result
     if _has_wide_norms(spec):  # mean squares of queries and keys, own ones and over all ranks
-        attention += (tokens + 8) * 2 * 2 * 4
+        attention += tokens * 2 * 2 * 4
     if step.cp > 1:
         # All heads' queries, twice; results in float32, sent and received.
         attention += tokens * step.cp * q * (3 * item + 4 * 4)

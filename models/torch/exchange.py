@@ -83,7 +83,7 @@ class Exchange(Protocol):
             queries, keys: their columns on this rank; equally many on all.
 
         Returns:
-            float32 [R, 2], with R >= T.
+            float32 [T, 2].
         """
 
     def attend(

@@ -24,6 +24,13 @@ products.) With experts, each rank runs its part for all tokens: its own experts
      grouped_matmul      down                           grouped_matmul_reduce_scatter: down, + x
      all_reduce          + x
 
+A shared MLP beside the experts runs first in a step with many tokens, as a dense one. Its result is
+the x of the experts. With few tokens, each rank adds its part to that of its experts, so one
+all_reduce serves both.
+
+Norms over the heads of all ranks take the squares of all heads: mean_squares, and an all_reduce of
+two numbers for each token, before rotate_into_cache.
+
 If ranks share KV heads by position (context parallel), each rank attends with all their heads, over
 its own pages:
 
@@ -38,7 +45,7 @@ With data-parallel attention, each rank has all attention weights and its own to
 
     route; moe_dispatch     tokens out
     grouped_matmul          silu(gate) * up, then down: own experts, for the received tokens
-    moe_combine             outputs back; + x
+    moe_combine             outputs back; + x, and the shared MLP for own tokens
 
 Between ranks without addresses for each other, on several nodes, moe_dispatch_two_level and
 moe_combine_two_level do the same. A token then crosses to each node once.
@@ -111,7 +118,7 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
-from weft.kernels.gpu.rowwise.norm import mean_squares, padded_rows
+from weft.kernels.gpu.rowwise.norm import mean_squares
 from weft.kernels.gpu.runtime.workspace import Workspace, counted_together
 from weft.kernels.gpu.tuning.costs import device_named
 from weft.kernels.gpu.tuning.crossover import measured_ways
@@ -178,7 +185,7 @@ class _Workspaces:
         squares = None
         if any(layer.attention.norms_span_heads for layer in spec.layers):
             squares = all_reduce_workspace(
-                home, 2 * padded_rows(max_tokens), torch.float32, EXCHANGES["all_reduce"]
+                home, 2 * max_tokens, torch.float32, EXCHANGES["all_reduce"]
             )
         return cls(
             all_gather_matmul_workspace(home, rows, hidden, dtype),

@@ -1,7 +1,7 @@
 """Root-mean-square norms (Zhang and Sennrich 2019), with an optional residual and fp8 output.
 
     rms_norm(x [T, N])     -> out [T, N], and on request: total [T, N], scale [T]
-    mean_squares(x [T, N]) -> float32 [R, 2], for two parts of each row; R is T, rounded up
+    mean_squares(x [T, N]) -> float32 [T, 2], for two parts of each row
 
 Each program takes one row and holds it in registers. It adds the residual, sums the squares, scales
 the row and stores it. Programs share no outputs, so they need no signals. All arithmetic is
@@ -25,11 +25,6 @@ from torch import Tensor
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
 from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8, require_rows, row_blocks
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
-
-SQUARES_ROWS = 8
-"""Rows of `mean_squares` are a multiple, so that kernels that add up all of them have one variant:
-Triton has others for sizes that 16 does not divide.
-"""
 
 SQUARES_BLOCK = 1024
 """Columns that a program squares at once."""
@@ -80,23 +75,22 @@ def normalize_rows(
     tl.store(out + at, cast(value, out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "ranks"])
+@triton.jit(do_not_specialize=["ranks"])
 def square_rows(
-    out,  # float32 [R, 2]
+    out,  # float32 [T, 2]
     x,  # [T, N]
-    tokens,  # T
     first,  # the first part's columns
     second,  # the second part's columns
     ranks,
     N,
     BLOCK: tl.constexpr,
 ):
-    """Compute the mean square of one part of a row, over the ranks. Grid: (R, 2)."""
+    """Compute the mean square of one part of a row, over the ranks. Grid: (T, 2)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width = tl.where(part == 0, first, second)
     begin = x + row * N + part * first
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tl.where(row < tokens, width, 0), BLOCK):
+    for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(begin + column, mask=column < width, other=0.0).to(tl.float32)
         total += value * value
@@ -167,11 +161,6 @@ def rms_norm(
     return Normed(out, total, scale)
 
 
-def padded_rows(rows: int) -> int:
-    """Return the number of rows in the result of `mean_squares`."""
-    return -(-rows // SQUARES_ROWS) * SQUARES_ROWS
-
-
 def mean_squares(x: Tensor, first: int, second: int, *, ranks: int = 1) -> Tensor:
     """Compute this rank's part of the mean squares of two parts of each row.
 
@@ -183,7 +172,7 @@ def mean_squares(x: Tensor, first: int, second: int, *, ranks: int = 1) -> Tenso
         ranks: number of ranks, with equally many columns.
 
     Returns:
-        float32 [R, 2] with R = padded_rows(T); rows from T on are 0.
+        float32 [T, 2].
 
     Raises:
         KernelError: x is not such a matrix, or the parts do not fit in it.
@@ -196,13 +185,11 @@ def mean_squares(x: Tensor, first: int, second: int, *, ranks: int = 1) -> Tenso
         "first + second", f"{first} + {second}", fits, f"be at most {columns}, and at least 1 each"
     )
     check("ranks", ranks, ranks > 0, "be positive")
-    padded = padded_rows(rows)
-    out = torch.empty(padded, 2, device=x.device)
+    out = torch.empty(rows, 2, device=x.device)
     if rows:
-        square_rows[(padded, 2)](
+        square_rows[(rows, 2)](
             out=out,
             x=x,
-            tokens=rows,
             first=first,
             second=second,
             ranks=ranks,

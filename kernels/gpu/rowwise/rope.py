@@ -53,7 +53,7 @@ def rotate_heads(
     slots,  # int32 or int64 [T]
     q_norm,  # [D], or None; with means, [H * D]
     k_norm,  # [D], or None; with means, [Hk * D]
-    means,  # float32 [R, 2], or None
+    means,  # float32 [T, 2], or None
     k_scale,  # float32 [Hk], or None
     v_scale,  # float32 [Hk], or None
     eps,
@@ -157,8 +157,7 @@ def rotate_into_cache(
         heads: H.
         norms: head norms, applied before the rotation; weights in any of those dtypes.
         means: for norms over all heads together: the mean squares of each token's queries and keys,
-            float32 [R, 2] with R >= T, as from `mean_squares`. The weights are [H * D] and
-            [Hk * D].
+            float32 [T, 2], as from `mean_squares`. The weights are [H * D] and [Hk * D].
         scales: required for an fp8 cache, and refused for any other.
 
     Returns:
@@ -190,9 +189,7 @@ def rotate_into_cache(
         require_tensor(check, "norms.k", norms.k, (k_heads * dim,), qkv.device, *RESULTS)
     if means is not None:
         check("means", "given", norms is not None, "not be: there are no norms")
-        shape, fits = list(means.shape), means.dim() == 2 and len(means) >= tokens
-        check("means's shape", shape, fits, f"be at least [{tokens}, 2]")
-        require_tensor(check, "means", means, (len(means), 2), qkv.device, torch.float32)
+        require_tensor(check, "means", means, (tokens, 2), qkv.device, torch.float32)
     if scales is not None:
         require_fp8(check)
         require_tensor(check, "scales.k", scales.k, (kv_heads,), qkv.device, torch.float32)

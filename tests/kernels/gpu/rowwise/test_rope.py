@@ -228,7 +228,7 @@ def arguments(**changes: object) -> dict[str, object]:
         ({"means": torch.zeros(3, 2)}, "means is given; it must not be: there are no norms"),
         (
             {"norms": HeadNorms(torch.zeros(8), torch.zeros(4), EPS), "means": torch.zeros(2, 2)},
-            r"means's shape is \[2, 2\]; it must be at least \[3, 2\]",
+            r"means's shape is \[2, 2\]; it must be \[3, 2\]",
         ),
         (
             {"scales": CacheScales(torch.ones(1), torch.ones(1))},
