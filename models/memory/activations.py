@@ -162,7 +162,7 @@ def triton_activations(
             size = max(size, tokens * 3 * _shared_width(mlp) * item) + _shared_out(mlp, spec, step)
         feed_forward = max(feed_forward, size)
     end = _sampler_bytes(spec, dtype, step, "cuda") if sampled else _logits_bytes(spec, dtype, step)
-    # The embeddings, the stream with what is not yet added, their sum, and its norm; cos and sin.
+    # The embeddings, the stream and the last result, their sum, its norm; then cos and sin.
     ropes = len({layer.attention.rope for layer in spec.layers})
     stream = tokens * (5 * spec.hidden_size + 2 * ropes * spec.head_dim) * item
     return stream + max(attention, feed_forward, end)
