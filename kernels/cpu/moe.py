@@ -91,7 +91,7 @@ def route(
     scores = wide.softmax(dim=-1) if scoring == "softmax" else wide.sigmoid()
     choice = scores if bias is None else scores + bias
     if top_groups < groups:
-        by_group = choice.view(tokens, groups, -1)
+        by_group = choice.view(tokens, groups, experts // groups)
         best = by_group.topk(min(2, by_group.shape[-1]) if bias is not None else 1, dim=-1).values
         kept = best.sum(dim=-1).topk(top_groups, dim=-1).indices
         left_out = torch.ones(tokens, groups, dtype=torch.bool).scatter_(1, kept, value=False)

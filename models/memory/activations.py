@@ -102,7 +102,8 @@ def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
     scores = min(max(scores, q // kv * keys), tokens * heads * keys)
     gathered = max(min(MAX_TILE_ELEMENTS, step.max_num_seqs * keys * kv), keys * kv)
     attention = tokens * (4 * q + 4 * kv) * item  # projection, rotated, result
-    attention += _wide_norms(spec, tokens * (q + kv), item)
+    if _has_wide_norms(spec):  # in float32 twice, and the projection again
+        attention += tokens * (q + kv) * (4 + 4 + 2 * item)
     attention += scores * (4 + 4 + item)  # scores, softmax, in the type of the values
     attention += gathered * (item + 4 + item)  # keys, in float32, values
     if step.cp > 1:  # all heads' results in float32, sent and received
@@ -142,7 +143,8 @@ def triton_activations(
     item, tokens = DTYPE_BYTES[spec.compute_dtype(dtype)], step.tokens
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = tokens * (3 * q + 2 * kv) * item  # projection, rotated, result
-    attention += _wide_norms(spec, tokens * (q + kv), item)
+    if _has_wide_norms(spec):  # mean squares of queries and keys, own ones and over all ranks
+        attention += tokens * 2 * 2 * 4
     if step.cp > 1:
         # All heads' queries, twice; results in float32, sent and received.
         attention += tokens * step.cp * q * (3 * item + 4 * 4)
@@ -160,14 +162,15 @@ def triton_activations(
             size = max(size, tokens * 3 * _shared_width(mlp) * item) + _shared_out(mlp, spec, step)
         feed_forward = max(feed_forward, size)
     end = _sampler_bytes(spec, dtype, step, "cuda") if sampled else _logits_bytes(spec, dtype, step)
-    return _residual_bytes(spec, dtype, step) + max(attention, feed_forward, end)
+    # The embeddings, the stream and the last result, their sum, its norm; then cos and sin.
+    ropes = len({layer.attention.rope for layer in spec.layers})
+    stream = tokens * (5 * spec.hidden_size + 2 * ropes * spec.head_dim) * item
+    return stream + max(attention, feed_forward, end)
 
 
-def _wide_norms(spec: ModelSpec, numbers: int, item: int) -> int:
-    """Return the bytes for norms over all heads: in float32 twice, and the projection again."""
-    norms = (layer.attention.q_norm for layer in spec.layers)
-    has_some = any(norm is not None and norm.spans_heads for norm in norms)
-    return numbers * (4 + 4 + 2 * item) if has_some else 0
+def _has_wide_norms(spec: ModelSpec) -> bool:
+    """Return whether a layer has norms over all heads."""
+    return any(layer.attention.norms_span_heads for layer in spec.layers)
 
 
 def _shared_width(moe: MoeSpec) -> int:

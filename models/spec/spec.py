@@ -285,6 +285,11 @@ class AttentionSpec:
     norms_after_rope: bool = False
     sliding_window: int | None = None
 
+    @property
+    def norms_span_heads(self) -> bool:
+        """True if queries and keys have norms over all heads together."""
+        return self.q_norm is not None and self.q_norm.spans_heads
+
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:

@@ -86,7 +86,7 @@ class Attention:
         if spec.q_norm is not None and spec.k_norm is not None:
             q_norm, k_norm = (load(one.weight).clone() for one in (spec.q_norm, spec.k_norm))
             eps = spec.q_norm.eps
-            if spec.q_norm.spans_heads:
+            if spec.norms_span_heads:
                 self._wide_norms = RMSNorm(q_norm, eps), RMSNorm(k_norm, eps)
             elif spec.norms_after_rope:
                 # A rotation keeps the mean square, and scores need only the weights' product.
@@ -94,7 +94,7 @@ class Attention:
                 ones = torch.ones_like(q_norm)
                 self._head_norms = HeadNorms(ones, ones, eps)
             else:
-                self._head_norms = HeadNorms(q_norm, k_norm, spec.q_norm.eps)
+                self._head_norms = HeadNorms(q_norm, k_norm, eps)
         self._qkv = qkv = fuse((spec.q, spec.k, spec.v), load)
         self._o = o = fuse((spec.o,), load, biased=group.is_first)
         heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim

@@ -21,7 +21,7 @@ from weft.kernels.gpu.attention.mixed import mixed_attention
 from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.tile import is_decode
 from weft.kernels.gpu.rowwise import activation
-from weft.kernels.gpu.rowwise.norm import rms_norm
+from weft.kernels.gpu.rowwise.norm import mean_squares, rms_norm
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.gpu_layers import Experts, Linear
 from weft.models.torch.group import Groups
@@ -75,6 +75,17 @@ class Exchange(Protocol):
     def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Stream:
         """Multiply all tokens by this rank's rows, sum over the ranks and add to the residual."""
 
+    def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
+        """Compute the mean squares of each token's queries and keys over all ranks' heads.
+
+        Args:
+            qkv: [T, N], of all tokens: own queries, own keys and more.
+            queries, keys: their columns on this rank; equally many on all.
+
+        Returns:
+            float32 [T, 2].
+        """
+
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
@@ -83,7 +94,7 @@ class Exchange(Protocol):
     def run_experts(
         self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool
     ) -> Stream:
-        """Run the experts on all ranks and add their result to x.
+        """Run the experts and the shared MLP on all ranks, and add their results to x.
 
         Args:
             experts: this rank's experts.
@@ -151,6 +162,11 @@ class Plain:
         """See Exchange. The first rank adds the bias."""
         return Stream(residual, self._group.sum(linear(x, biased=self._group.is_first)))
 
+    def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
+        """See Exchange."""
+        own = mean_squares(qkv, queries, keys, ranks=self._group.size)
+        return self._group.sum(own)
+
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
@@ -180,12 +196,16 @@ class Plain:
     ) -> Stream:
         """See Exchange."""
         if self._data.size == 1:
-            return Stream(x, self._group.sum(experts(normed)))
-        if not sum(tokens):
+            own = experts(normed)
+        elif not sum(tokens):
             return Stream(x)
-        routed = experts(self._data.gather_rows(normed, tokens))
-        own = self._data.scatter_sum(routed, tokens)
-        return Stream(x, self._group.sum(own.to(x.dtype)) if len(x) else None)
+        else:
+            routed = experts(self._data.gather_rows(normed, tokens))
+            own = self._data.scatter_sum(routed, tokens)
+        if not len(x):
+            return Stream(x)
+        own = experts.with_shared(own, normed, biased=self._group.is_first)
+        return Stream(x, self._group.sum(own.to(x.dtype)))
 
     def faults(self) -> list[Tensor]:
         """None: torch.distributed raises."""

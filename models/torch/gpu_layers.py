@@ -33,8 +33,9 @@ from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
 from weft.kernels.gpu.experts.placement import Tables
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.rowwise.activation import silu_multiply
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import LinearSpec, MoeSpec, WeightSpec
+from weft.models.spec.spec import LinearSpec, MlpSpec, MoeSpec, WeightSpec
 
 DispatchWorkspace = LowLatencyWorkspace | TwoLevelExpertWorkspace
 """With ranks beyond NVLink, the second."""
@@ -110,6 +111,38 @@ class Linear:
         return linear(x, self._weight, self.bias if biased else None)
 
 
+class SharedMlp:
+    """This rank's part of an MLP that all tokens use beside their experts.
+
+    Args:
+        spec: the MLP.
+        gate: [1, hidden]; the sigmoid of its output multiplies the result. None for no gate.
+        load: reads the weights.
+
+    Attributes:
+        gate_up, down: the products.
+        is_gated: whether there is a gate.
+    """
+
+    def __init__(self, spec: MlpSpec, gate: WeightSpec | None, load: WeightLoader) -> None:
+        self.gate_up, self.down = load.linear(spec.gate, spec.up), load.linear(spec.down)
+        self.is_gated = gate is not None
+        self._gate = None if gate is None else Linear([load(gate)])
+
+    def __call__(self, x: Tensor, *, biased: bool) -> Tensor:
+        """[T, hidden] -> [T, hidden], to be gated and summed over the ranks.
+
+        Only one rank of a sum is `biased`.
+        """
+        return self.down(silu_multiply(self.gate_up(x)), biased=biased)
+
+    def add(self, total: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        """Add the result `out` for the tokens x, times the gate, to `total`; all [T, hidden]."""
+        if self._gate is None:
+            return total + out
+        return torch.addcmul(total, self._gate(x).sigmoid(), out)
+
+
 class Experts:
     """This rank's experts, or its part in every expert.
 
@@ -119,6 +152,7 @@ class Experts:
         copies: number of slots beyond one for each of this rank's experts.
 
     Attributes:
+        shared: the MLP that all tokens use, if there is one.
         tables: the placement of this layer's experts, if it differs between layers.
     """
 
@@ -132,6 +166,8 @@ class Experts:
         self._own, self._num_experts = range(own.start, own.stop), spec.router.weight.shape[0]
         self._gate_up = [load.stack(spec.gate, copies).mT, load.stack(spec.up, copies).mT]
         self._down = load.stack(spec.down, copies).mT
+        shared = spec.shared
+        self.shared = None if shared is None else SharedMlp(shared, spec.shared_gate, load)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -139,10 +175,22 @@ class Experts:
         return [weight.mT for weight in (*self._gate_up, self._down)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden], to be summed over the ranks."""
+        """[T, hidden] -> [T, hidden], to be summed over the ranks; without the shared MLP."""
         ids, weights = self._route(x)
         pairs = sort_by_expert(ids, len(self._own), self._own.start)
         return combine(self._run(x, pairs.offsets, order=pairs.order), pairs.inverse, weights)
+
+    def with_shared(self, routed: Tensor, x: Tensor, *, biased: bool) -> Tensor:
+        """Add this rank's part of the shared MLP, if there is one, to the experts' result.
+
+        Args:
+            routed: the result for the tokens, [T, hidden].
+            x: the tokens, [T, hidden].
+            biased: whether this rank adds the bias for all.
+        """
+        if self.shared is None:
+            return routed
+        return self.shared.add(routed, x, self.shared(x, biased=biased))
 
     def run_sharded(
         self,
@@ -153,6 +201,8 @@ class Experts:
         count: Callable[[], None],
     ) -> Tensor:
         """Run the experts for all ranks' tokens, beside the exchanges. Collective.
+
+        The shared MLP's result is part of the residual.
 
         Args:
             x: this rank's tokens, [T, hidden]; the same T on all ranks.
@@ -182,6 +232,8 @@ class Experts:
         self, x: Tensor, max_tokens: int, workspace: DispatchWorkspace, count: Callable[[], None]
     ) -> Tensor:
         """Run the experts on all ranks; [T, hidden] -> [T, hidden]. Collective.
+
+        The result is without the shared MLP.
 
         Args:
             x: this rank's tokens; T may be 0.

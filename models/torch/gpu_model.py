@@ -3,6 +3,7 @@
     x [T, hidden]
     norm
     column_parallel     qkv: own heads, all tokens
+    mean_squares        for norms over all heads
     rotate_into_cache
     attend              own heads
     row_parallel        o, + x
@@ -10,8 +11,9 @@
     column_parallel     silu(gate) * up: own width        or, for experts:
     row_parallel        down, + x                         run_experts
 
-An Exchange implements `column_parallel`, `row_parallel`, `attend` and `run_experts`, and so decides
-how ranks communicate: by plain collectives (exchange.py) or overlapped ones (overlapped.py).
+An Exchange implements `column_parallel`, `row_parallel`, `mean_squares`, `attend` and
+`run_experts`, and so decides how ranks communicate: by plain collectives (exchange.py) or
+overlapped ones (overlapped.py).
 
 Nothing here waits for the device or reads from it, and all shapes follow from the step's. Steps
 with equal shapes can therefore be captured in a CUDA graph (graphs.py).
@@ -77,13 +79,14 @@ class Layer:
         self._norms = [(load(norm.weight), norm.eps) for norm in norms]
         self.rope, self._scale = attention.rope, attention.scale
         self._query_weight: Tensor | None = None
-        self._head_norms = None
+        self._head_norms, self._wide = None, attention.norms_span_heads
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = load(attention.q_norm.weight), load(attention.k_norm.weight)
             if attention.norms_after_rope:  # see cpu_layers.Attention
                 self._query_weight, q, k = q * k, torch.ones_like(q), torch.ones_like(k)
             self._head_norms = HeadNorms(q, k, attention.q_norm.eps)
         self._qkv = load.linear(attention.q, attention.k, attention.v)
+        self._widths = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self._o = load.linear(attention.o)
         self._experts = None
         if isinstance(block, MoeSpec):
@@ -92,27 +95,33 @@ class Layer:
             self._gate_up = load.linear(block.gate, block.up)
             self._down = load.linear(block.down)
 
-    def __call__(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
-        """[T, hidden], or this rank's rows, to the same shape."""
+    def attend(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
+        """Run the first half: [T, hidden], or this rank's rows, to the same shape."""
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
         normed, x = stream.norm(*self._norms[0])
         qkv = exchange.column_parallel(
             normed, self._qkv, silu_multiply=False, sharded=step.sharded
-        )[:tokens]
+        )[:tokens].contiguous()
+        means = exchange.mean_squares(qkv, *self._widths) if self._wide else None
         turn = step.turns[self.rope]
         q, _ = rotate_into_cache(
-            qkv.contiguous(),
+            qkv,
             turn.rotation,
             *cache,
             step.plan.pages,
             step.plan.slots,
             heads=model.num_heads,
             norms=self._head_norms,
+            means=means,
         )
         for factor in (self._query_weight, turn.query_scale):
             q = q if factor is None else q * factor
         out = exchange.attend(q, cache, step.plan.batch, self._scale, self._window)
-        stream = exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
+        return exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
+
+    def feed_forward(self, stream: Stream, step: _Step) -> Stream:
+        """Run the second half, likewise. What only the first half needed should be freed before."""
+        exchange, tokens = self._exchange, len(step.plan.pages)
         normed, x = stream.norm(*self._norms[1])
         if self._experts is not None:
             return exchange.run_experts(
@@ -198,7 +207,8 @@ class GpuModel:
                 x = self.exchange.shard(x)
             stream = Stream(x)
             for layer, layer_cache in zip(self._layers, cache, strict=True):
-                stream = layer(stream, step, layer_cache)
+                stream = layer.attend(stream, step, layer_cache)
+                stream = layer.feed_forward(stream, step)
             x = stream.whole()
             if sharded:
                 x = self.exchange.unshard(x, tokens)

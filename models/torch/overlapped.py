@@ -24,6 +24,13 @@ products.) With experts, each rank runs its part for all tokens: its own experts
      grouped_matmul      down                           grouped_matmul_reduce_scatter: down, + x
      all_reduce          + x
 
+A shared MLP beside the experts runs first in a step with many tokens, as a dense one. Its result is
+the x of the experts. With few tokens, each rank adds its part to that of its experts, so one
+all_reduce serves both.
+
+Norms over the heads of all ranks take the squares of all heads: mean_squares, and an all_reduce of
+two numbers for each token, before rotate_into_cache.
+
 If ranks share KV heads by position (context parallel), each rank attends with all their heads, over
 its own pages:
 
@@ -38,7 +45,7 @@ With data-parallel attention, each rank has all attention weights and its own to
 
     route; moe_dispatch     tokens out
     grouped_matmul          silu(gate) * up, then down: own experts, for the received tokens
-    moe_combine             outputs back; + x
+    moe_combine             outputs back; + x, and the shared MLP for own tokens
 
 Between ranks without addresses for each other, on several nodes, moe_dispatch_two_level and
 moe_combine_two_level do the same. A token then crosses to each node once.
@@ -111,6 +118,7 @@ from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_reduce_scatter,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.rowwise.norm import mean_squares
 from weft.kernels.gpu.runtime.workspace import Workspace, counted_together
 from weft.kernels.gpu.tuning.costs import device_named
 from weft.kernels.gpu.tuning.crossover import measured_ways
@@ -123,7 +131,7 @@ from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.crossover import predicted_limits, products_of
 from weft.models.torch.exchange import Stream, attend, multiply
-from weft.models.torch.gpu_layers import DispatchWorkspace, Experts, Linear
+from weft.models.torch.gpu_layers import DispatchWorkspace, Experts, Linear, SharedMlp
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +166,7 @@ class _Workspaces:
     all_reduce: AllReduceWorkspace
     all_gather_grouped_matmul: GatherGroupsWorkspace | None
     grouped_matmul_reduce_scatter: ReduceGroupsWorkspace | None
+    mean_squares: AllReduceWorkspace | None
 
     @classmethod
     def make(
@@ -173,6 +182,11 @@ class _Workspaces:
             each = (rows, hidden, moe.router.weight.shape[0], moe.router.top_k, dtype)
             gather = all_gather_grouped_matmul_workspace(home, *each)
             reduce = grouped_matmul_reduce_scatter_workspace(home, *each)
+        squares = None
+        if any(layer.attention.norms_span_heads for layer in spec.layers):
+            squares = all_reduce_workspace(
+                home, 2 * max_tokens, torch.float32, EXCHANGES["all_reduce"]
+            )
         return cls(
             all_gather_matmul_workspace(home, rows, hidden, dtype),
             matmul_reduce_scatter_workspace(home, rows, hidden, dtype),
@@ -181,6 +195,7 @@ class _Workspaces:
             all_reduce_workspace(home, replicated * hidden, dtype, methods),
             gather,
             reduce,
+            squares,
         )
 
     def __iter__(self) -> Iterator[Workspace]:
@@ -193,6 +208,8 @@ class _Workspaces:
         )
         if self.all_gather_grouped_matmul and self.grouped_matmul_reduce_scatter:
             yield from (self.all_gather_grouped_matmul, self.grouped_matmul_reduce_scatter)
+        if self.mean_squares:
+            yield self.mean_squares
 
 
 class _ContextParallelAttention:
@@ -369,6 +386,15 @@ class Overlapped:
         x = _with_rows(x, len(residual) * scattered.world_size)
         return Stream(matmul_reduce_scatter(x, weight, scattered, epilogue=epilogue))
 
+    def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
+        """See Exchange."""
+        if self._workspaces is None:  # each rank has all heads
+            return mean_squares(qkv, queries, keys)
+        assert self._workspaces.mean_squares is not None, "made for such norms"
+        own = mean_squares(qkv, queries, keys, ranks=self._home.world_size)
+        self._count()
+        return all_reduce(own, self._workspaces.mean_squares)
+
     def attend(
         self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
     ) -> Tensor:
@@ -384,15 +410,27 @@ class Overlapped:
         if self._workspaces is None:
             assert self.dispatch is not None
             own = experts.run_dispatched(normed, max(tokens), self.dispatch, self._count)
-            return Stream(x, own)
+            return Stream(x, experts.with_shared(own, normed, biased=True))
         if sharded:
+            if experts.shared is not None:
+                x = self._add_shared(experts.shared, x, normed)
             gather = self._workspaces.all_gather_grouped_matmul
             reduce = self._workspaces.grouped_matmul_reduce_scatter
             assert gather is not None, "made for steps of this size"
             assert reduce is not None
             return Stream(experts.run_sharded(normed, x, gather, reduce, self._count))
         self._count()
-        return Stream(x, all_reduce(experts(normed), self._workspaces.all_reduce))
+        own = experts.with_shared(experts(normed), normed, biased=self._home.rank == 0)
+        return Stream(x, all_reduce(own, self._workspaces.all_reduce))
+
+    def _add_shared(self, shared: SharedMlp, x: Tensor, normed: Tensor) -> Tensor:
+        """In a sharded step: run an MLP on all ranks, and add its result to x."""
+        inner = self.column_parallel(normed, shared.gate_up, silu_multiply=True, sharded=True)
+        if not shared.is_gated:
+            return self.row_parallel(inner, shared.down, x, sharded=True).x
+        nothing = torch.zeros_like(x)
+        out = self.row_parallel(inner, shared.down, nothing, sharded=True).x
+        return shared.add(x, normed, out)
 
     def faults(self) -> list[Tensor]:
         """See Exchange."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from weft.kernels.gpu.rowwise.activation import (
     silu_multiply,
     silu_multiply_quantize,
 )
-from weft.kernels.gpu.rowwise.norm import rms_norm
+from weft.kernels.gpu.rowwise.norm import mean_squares, rms_norm
 from weft.kernels.gpu.rowwise.rope import CacheScales, rotate_into_cache
 from weft.kernels.gpu.rowwise.sampling import Changes, How, draw, edit
 from weft.kernels.gpu.runtime.workspace import Workspace
@@ -118,9 +119,12 @@ def _turns(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]
     return torch.arange(tokens, device=device) * 7, 100.0 ** (-each / dim)
 
 
-def _rotated(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, *, fp8: bool = False) -> Tensor:
-    """Return the queries, and the cache's new keys and values."""
-    (_, dim), tokens, device = q_norm.shape, len(qkv), qkv.device
+def _rotated(
+    qkv: Tensor, q_norm: Tensor, k_norm: Tensor, *, fp8: bool = False, wide: bool = False
+) -> Tensor:
+    """Return the queries, and the cache's new keys and values; `wide` norms span all heads."""
+    tokens, device = len(qkv), qkv.device
+    dim = qkv.shape[1] // (HEADS + 2 * KV_HEADS)
     place = torch.arange(tokens, device=device)
     pages, slots = place // BLOCK_SIZE, place % BLOCK_SIZE
     keys = qkv.new_empty(tokens, KV_HEADS, BLOCK_SIZE, dim, dtype=FP8 if fp8 else qkv.dtype)
@@ -131,6 +135,7 @@ def _rotated(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, *, fp8: bool = False) 
         *(qkv, rotation, keys, values, pages, slots),
         heads=HEADS,
         norms=HeadNorms(q_norm[0], k_norm[0], EPS),
+        means=mean_squares(qkv, HEADS * dim, KV_HEADS * dim) if wide else None,
         scales=CacheScales(scale, scale) if fp8 else None,
     )
     written = [cache.float()[pages, :, slots] for cache in (keys, values)]
@@ -142,15 +147,21 @@ def _rotated_oracle(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
     q, k, v = heads.tensor_split((HEADS, HEADS + KV_HEADS), dim=1)
     turns = _turns(len(qkv), heads.shape[2], qkv.device)
     q, k = (
-        reference.rope(reference.rms_norm(x, weight[0], EPS), *turns)
+        reference.rope(
+            reference.rms_norm(x.reshape(len(x), -1, weight.shape[1]), weight[0], EPS).view(
+                x.shape
+            ),
+            *turns,
+        )
         for x, weight in ((q, q_norm), (k, k_norm))
     )
     return beside([q, k, v])
 
 
-def _rotated_shapes(s: Sizes) -> Shapes:
+def _rotated_shapes(s: Sizes, *, wide: bool = False) -> Shapes:
     dim = max(2, s.k // 4 * 2)
-    return [(s.m, (HEADS + 2 * KV_HEADS) * dim), (1, dim), (1, dim)]
+    q_heads, k_heads = (HEADS, KV_HEADS) if wide else (1, 1)
+    return [(s.m, (HEADS + 2 * KV_HEADS) * dim), (1, q_heads * dim), (1, k_heads * dim)]
 
 
 def _drawing(rows: int, columns: int) -> list[tuple[float, dict[str, Any]]]:
@@ -293,6 +304,12 @@ ROW_OPS = (
         _rotated_oracle,
         _rotated_shapes,
         fp8=True,
+    ),
+    RowOp(
+        "rotate_into_cache_wide",
+        partial(_rotated, wide=True),
+        _rotated_oracle,
+        partial(_rotated_shapes, wide=True),
     ),
     RowOp("silu_multiply", silu_multiply, _multiplied, lambda s: [(s.m, 2 * s.n)]),
     RowOp(

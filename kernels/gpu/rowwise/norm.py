@@ -1,11 +1,15 @@
 """Root-mean-square norms (Zhang and Sennrich 2019), with an optional residual and fp8 output.
 
-    rms_norm(x [T, N]) -> out [T, N], and on request: total [T, N], scale [T]
+    rms_norm(x [T, N])     -> out [T, N], and on request: total [T, N], scale [T]
+    mean_squares(x [T, N]) -> float32 [T, 2], for two parts of each row
 
 Each program takes one row and holds it in registers. It adds the residual, sums the squares, scales
 the row and stores it. Programs share no outputs, so they need no signals. All arithmetic is
 float32, and numbers are rounded when they are stored. The norm uses the rounded sum x + residual.
 The result therefore has the same bits as a separate addition followed by a norm.
+
+`mean_squares` is the first half of norms over the heads of several ranks. The ranks add up its
+results, and `rotate_into_cache` does the second half.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from torch import Tensor
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
 from weft.kernels.gpu.rowwise.rows import cast, fp8_scale, require_fp8, require_rows, row_blocks
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
+
+SQUARES_BLOCK = 1024
+"""Columns that a program squares at once."""
 
 
 @triton.jit
@@ -66,6 +73,29 @@ def normalize_rows(
         tl.store(scale + row, divisor)
         value = value / divisor
     tl.store(out + at, cast(value, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["ranks"])
+def square_rows(
+    out,  # float32 [T, 2]
+    x,  # [T, N]
+    first,  # the first part's columns
+    second,  # the second part's columns
+    ranks,
+    N,
+    BLOCK: tl.constexpr,
+):
+    """Compute the mean square of one part of a row, over the ranks. Grid: (T, 2)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    width = tl.where(part == 0, first, second)
+    begin = x + row * N + part * first
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(begin + column, mask=column < width, other=0.0).to(tl.float32)
+        total += value * value
+    mean = tl.sum(total, axis=0) / (width * ranks)
+    tl.store(out + 2 * row + part, mean)
 
 
 class Normed(NamedTuple):
@@ -129,3 +159,41 @@ def rms_norm(
             num_warps=warps,
         )
     return Normed(out, total, scale)
+
+
+def mean_squares(x: Tensor, first: int, second: int, *, ranks: int = 1) -> Tensor:
+    """Compute this rank's part of the mean squares of two parts of each row.
+
+    The sum of the results over the ranks is the mean over all their columns.
+
+    Args:
+        x: [T, N], contiguous; float32, float16 or bfloat16.
+        first, second: number of columns in the two parts, from the row's beginning; at least 1.
+        ranks: number of ranks, with equally many columns.
+
+    Returns:
+        float32 [T, 2].
+
+    Raises:
+        KernelError: x is not such a matrix, or the parts do not fit in it.
+    """
+    check = functools.partial(require, "mean_squares")
+    require_rows(check, "x", x, 2**31 - 1)
+    rows, columns = x.shape
+    fits = first > 0 and second > 0 and first + second <= columns
+    check(
+        "first + second", f"{first} + {second}", fits, f"be at most {columns}, and at least 1 each"
+    )
+    check("ranks", ranks, ranks > 0, "be positive")
+    out = torch.empty(rows, 2, device=x.device)
+    if rows:
+        square_rows[(rows, 2)](
+            out=out,
+            x=x,
+            first=first,
+            second=second,
+            ranks=ranks,
+            N=columns,
+            BLOCK=SQUARES_BLOCK,
+        )
+    return out

@@ -51,8 +51,9 @@ def rotate_heads(
     sin,  # [T, D]; the first half is negated
     pages,  # int32 or int64 [T]
     slots,  # int32 or int64 [T]
-    q_norm,  # [D], or None
-    k_norm,  # [D], or None
+    q_norm,  # [D], or None; with means, [H * D]
+    k_norm,  # [D], or None; with means, [Hk * D]
+    means,  # float32 [T, 2], or None
     k_scale,  # float32 [Hk], or None
     v_scale,  # float32 [Hk], or None
     eps,
@@ -78,7 +79,18 @@ def rotate_heads(
     first = tl.load(qkv + at, mask=real, other=0.0).to(tl.float32)
     second = tl.load(qkv + at + half, mask=real, other=0.0).to(tl.float32)
     turned, other = first, second
-    if q_norm is not None:
+    if means is not None:
+        inverse = tl.rsqrt(tl.load(means + 2 * token + tl.where(is_query, 0, 1)) + eps)
+        of_q = q_norm + head[:, None] * dim + lane[None, :]
+        of_k = k_norm + (head[:, None] - heads) * dim + lane[None, :]
+        q_mask, k_mask = is_query & inside[None, :], is_key & inside[None, :]
+        q_first = tl.load(of_q, mask=q_mask, other=0.0).to(tl.float32)
+        q_second = tl.load(of_q + half, mask=q_mask, other=0.0).to(tl.float32)
+        k_first = tl.load(of_k, mask=k_mask, other=0.0).to(tl.float32)
+        k_second = tl.load(of_k + half, mask=k_mask, other=0.0).to(tl.float32)
+        turned = first * inverse * (q_first + k_first)
+        other = second * inverse * (q_second + k_second)
+    elif q_norm is not None:
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         inverse = tl.rsqrt(squares / dim + eps)[:, None]
         q_first = tl.load(q_norm + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -129,6 +141,7 @@ def rotate_into_cache(
     *,
     heads: int,
     norms: HeadNorms | None = None,
+    means: Tensor | None = None,
     scales: CacheScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys (Su et al. 2021); write keys and values to their pages.
@@ -143,6 +156,8 @@ def rotate_into_cache(
             page and slot.
         heads: H.
         norms: head norms, applied before the rotation; weights in any of those dtypes.
+        means: for norms over all heads together: the mean squares of each token's queries and keys,
+            float32 [T, 2], as from `mean_squares`. The weights are [H * D] and [Hk * D].
         scales: required for an fp8 cache, and refused for any other.
 
     Returns:
@@ -169,8 +184,12 @@ def rotate_into_cache(
     for name, index in (("pages", pages), ("slots", slots)):
         require_tensor(check, name, index, (tokens,), qkv.device, torch.int32, torch.int64)
     if norms is not None:
-        require_tensor(check, "norms.q", norms.q, (dim,), qkv.device, *RESULTS)
-        require_tensor(check, "norms.k", norms.k, (dim,), qkv.device, *RESULTS)
+        q_heads, k_heads = (1, 1) if means is None else (heads, kv_heads)
+        require_tensor(check, "norms.q", norms.q, (q_heads * dim,), qkv.device, *RESULTS)
+        require_tensor(check, "norms.k", norms.k, (k_heads * dim,), qkv.device, *RESULTS)
+    if means is not None:
+        check("means", "given", norms is not None, "not be: there are no norms")
+        require_tensor(check, "means", means, (tokens, 2), qkv.device, torch.float32)
     if scales is not None:
         require_fp8(check)
         require_tensor(check, "scales.k", scales.k, (kv_heads,), qkv.device, torch.float32)
@@ -194,6 +213,7 @@ def rotate_into_cache(
         slots=slots,
         q_norm=None if norms is None else norms.q,
         k_norm=None if norms is None else norms.k,
+        means=means,
         k_scale=None if scales is None else scales.k,
         v_scale=None if scales is None else scales.v,
         eps=0.0 if norms is None else float(norms.eps),

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.large_models import GLM4_MOE, MINIMAX_M2
+from tpu_steps import LLAMA_8B, QWEN3_MOE
 
 from weft.models.memory.activations import LargestStep, cpu_activations, jax_activations
 from weft.models.spec.families import build_spec
@@ -88,3 +94,26 @@ def test_sampling_on_a_tpu_is_counted(
     sizes = spec(vocab_size=vocab_size)
     counted = jax_activations(sizes, "bfloat16", LargestStep(rows, rows, 128), tp=tp)
     assert temporaries <= counted < 2.5 * temporaries + 2**24
+
+
+def test_a_step_on_triton_kernels_has_no_more_than_is_counted() -> None:
+    cases: list[tuple[dict[str, Any], int, int, bool]] = [
+        (LLAMA_8B, 1, 1, False),
+        (LLAMA_8B, 4, 1, True),
+        (QWEN3_MOE, 1, 1, False),
+        (GLM4_MOE, 1, 1, False),
+        (GLM4_MOE, 4, 1, True),
+        (GLM4_MOE, 2, 4, False),
+        (MINIMAX_M2, 1, 1, False),
+        (MINIMAX_M2, 4, 1, True),
+    ]
+    script = Path(__file__).parents[2] / "support/step_memory.py"
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(cases)],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (config, *how), (peak, counted) in zip(cases, json.loads(done.stdout), strict=True):
+        assert 0 < peak <= counted, (config["architectures"], how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 
@@ -95,6 +96,25 @@ def test_experts_beyond_nvlink_give_the_tokens_of_one_rank(tmp_path: Path) -> No
     for rank, tokens in enumerate(found):
         expected, _, _ = generate(*(path, "float32", Layout(), ALONE), inputs=steps(rank, decodes))
         assert tokens == expected.tolist()
+
+
+def test_norms_over_all_heads_take_symmetric_memory(tmp_path: Path) -> None:
+    """Of all ranks, for the squares of all tokens; other models have no such workspace."""
+    spec, taken = read_spec(make_checkpoint(tmp_path, "minimax_m2")), []
+    without = replace(
+        spec,
+        layers=tuple(
+            replace(layer, attention=replace(layer.attention, q_norm=None, k_norm=None))
+            for layer in spec.layers
+        ),
+    )
+    for model in (without, spec):
+        home = CountingHome(2)
+        made = Overlapped(home, None, model, Layout(tp=2), torch.float32, 1001)
+        taken.append((len(made.workspaces), home.nbytes))
+    (count, nbytes), (more, in_all) = taken
+    assert more == count + 1
+    assert in_all - nbytes > 2 * 2 * 1001 * 2 * 4  # slots, ranks, tokens, norms, float32
 
 
 GPU = "NVIDIA H100 80GB HBM3"

@@ -32,7 +32,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "window": ("mistral", {"sliding_window": 6}),
     "deep": ("llama", {"num_hidden_layers": 5}),
+    "shared gate": ("qwen2_moe", {}),
+    "groups": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
+    "wide norms": ("minimax_m2", {}),
 }
+NEWER = ("shared gate", "groups", "wide norms")
+"""Models with a shared MLP, groups of experts, or norms over all heads."""
+
 INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1}),
     "odd vocabulary": ("llama", {"vocab_size": VOCAB_SIZE + 1, "num_hidden_layers": 1}),
@@ -40,12 +46,33 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"norm_topk_prob": True, "num_hidden_layers": 1}),
     "mixtral": ("mixtral", {"num_hidden_layers": 1}),
     "window": ("mistral", {"sliding_window": 6, "num_hidden_layers": 1}),
+    "shared gate": (
+        "qwen2_moe",
+        {"shared_expert_intermediate_size": 96, "num_hidden_layers": 1},
+    ),
+    "groups": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "num_hidden_layers": 1},
+    ),
+    "wide norms": ("minimax_m2", {"num_hidden_layers": 1}),
+    "shared bias": ("hy_v3", {"mlp_bias": True, "first_k_dense_replace": 0}),
+    "neighbours": ("ernie4_5_moe", {}),
+    "one tensor": ("phi3", {"num_hidden_layers": 1}),
+    "half turned": ("glm", {"num_hidden_layers": 1}),
+    "not turned": ("smollm3", {"num_hidden_layers": 4}),
 }
 """Small models for Triton's slow interpreter: one layer, or two with pipeline stages."""
 
+FAMILIES = ("shared bias", "neighbours", "one tensor", "half turned", "not turned")
+
 CASES: list[Case] = [
     *((model, "float32", Layout(tp=2)) for model in MODELS),
-    *((model, "float32", Layout(tp=4)) for model in ("llama", "odd vocabulary", "experts")),
+    *((model, "float32", Layout(tp=4)) for model in ("llama", "odd vocabulary", "experts", *NEWER)),
+    ("groups", "float32", Layout(tp=2, ep=2)),
+    ("wide norms", "float32", Layout(cp=2)),
+    *((model, "float32", Layout(ep=2)) for model in ("groups", "shared gate")),
+    *((model, "float32", Layout(ep=4)) for model in ("groups", "wide norms")),
+    *((model, "float32", Layout(tp=2, ep=4)) for model in NEWER),
     ("llama", "bfloat16", Layout(tp=2)),
     ("experts", "float32", Layout(ep=2)),
     ("experts", "float32", Layout(tp=2, ep=2)),
@@ -159,11 +186,19 @@ OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         ("experts", Layout(ep=2)),
         ("window", Layout(cp=2)),
         ("tied", Layout(pp=2)),
+        *((model, Layout(tp=2)) for model in NEWER),
     ],
 }
 MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
-    2: [(model, Layout(tp=2)) for model in ("tied", "odd vocabulary", "mixtral")],
+    2: [
+        *((model, Layout(tp=2)) for model in ("tied", "odd vocabulary", "mixtral", "shared bias")),
+        *((model, Layout(ep=2)) for model in NEWER),
+        *((model, Layout(tp=2, ep=2)) for model in ("groups", "wide norms")),
+        ("wide norms", Layout(cp=2)),
+    ],
     4: [
+        *((model, Layout(tp=4)) for model in NEWER),
+        *((model, Layout(ep=4)) for model in ("groups", "wide norms")),
         ("tied", Layout(tp=2, pp=2)),
         *((model, Layout(tp=4)) for model in ("llama", "experts")),
         *(("experts", Layout(tp=4, ep=ep)) for ep in (2, 4)),
@@ -205,11 +240,28 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [
+        (1, [(model, Layout()) for model in ("shared gate", "groups", "wide norms")]),
         (2, [("llama", Layout(tp=2)), ("window", Layout(cp=2))]),
-        pytest.param(2, [("mixtral", Layout(tp=2))], marks=pytest.mark.slow),
-        pytest.param(4, [("experts", Layout(tp=2, ep=4))], marks=pytest.mark.slow),
+        pytest.param(1, [(model, Layout()) for model in FAMILIES], marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            [
+                *((model, Layout(tp=2)) for model in ("mixtral", "wide norms", "shared bias")),
+                *((model, Layout(ep=2)) for model in ("groups", "wide norms")),
+                ("shared gate", Layout(tp=2, ep=2)),
+            ],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            [
+                *((model, Layout(tp=2, ep=4)) for model in ("experts", *NEWER)),
+                *((model, Layout(tp=4)) for model in ("groups", "wide norms")),
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["2", "2 more", "4"],
+    ids=["1", "2", "1 more", "2 more", "4"],
 )
 def test_gpu_kernels_between_plain_collectives_give_the_tokens_of_cpu_kernels(
     size: int, layouts: list[tuple[str, Layout]], interpreted: dict[str, Path]

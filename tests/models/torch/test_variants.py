@@ -71,7 +71,10 @@ print(json.dumps([count(*each) for each in json.loads(sys.argv[2])]))
 """
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_moe", "minimax_m2", pytest.param("qwen2_moe", marks=pytest.mark.slow)],
+)
 def test_kernels_are_not_compiled_for_each_number_of_rows(family: str, tmp_path: Path) -> None:
     """For one tile that divides none of the sizes; 16 divides some."""
     path = make_checkpoint(tmp_path / "model", family, num_hidden_layers=1, dtype="bfloat16")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.large_models import GLM4_MOE, MINIMAX_M2, QWEN2_MOE
 from tpu_steps import LLAMA_8B, QWEN3_MOE
 
 from weft.models.torch import warm_up
@@ -31,6 +32,11 @@ LLAMA_70B = LLAMA_8B | {
         (LLAMA_70B, 8, 1),
         (QWEN3_MOE, 1, 8),
         (QWEN3_MOE, 4, 1),
+        (GLM4_MOE, 4, 1),
+        (MINIMAX_M2, 8, 8),
+        pytest.param(GLM4_MOE, 1, 8, marks=pytest.mark.slow),
+        pytest.param(QWEN2_MOE, 4, 1, marks=pytest.mark.slow),
+        pytest.param(MINIMAX_M2, 1, 1, marks=pytest.mark.slow),
         pytest.param(LLAMA_70B, 2, 1, marks=pytest.mark.slow),
         pytest.param(QWEN3_MOE, 1, 1, marks=pytest.mark.slow),
         pytest.param(QWEN3_MOE, 8, 8, marks=pytest.mark.slow),

@@ -16,7 +16,7 @@ from support.rows import bounded, finds, same
 
 from weft.kernels import reference
 from weft.kernels.gpu.rowwise import norm, rows
-from weft.kernels.gpu.rowwise.norm import rms_norm
+from weft.kernels.gpu.rowwise.norm import mean_squares, rms_norm
 from weft.kernels.gpu.runtime.arguments import KernelError
 
 EPS = 1e-5
@@ -115,6 +115,44 @@ def test_what_cannot_be_normalised(options: dict[str, object], message: str) -> 
         rms_norm(**arguments | options)  # type: ignore[arg-type]
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 19),
+    first=st.one_of(st.integers(1, 90), st.sampled_from([1024, 1025, 3000])),
+    second=st.integers(1, 1100),
+    rest=st.integers(0, 40),
+    ranks=st.integers(1, 4),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
+def test_the_ranks_mean_squares_add_up_to_those_of_all_columns(
+    tokens: int, first: int, second: int, rest: int, ranks: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    each = torch.randn(ranks, tokens, first + second + rest).to(dtype)
+    total = sum(mean_squares(x, first, second, ranks=ranks) for x in each)
+    assert isinstance(total, torch.Tensor)
+    parts = each.float().split((first, second, rest), dim=2)[:2]
+    expected = torch.stack([part.square().mean(dim=(0, 2)) for part in parts], dim=1)
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": torch.zeros(4)}, r"x's shape is \[4\]; it must be a matrix"),
+        ({"x": torch.zeros(5, 4).T}, "x's stride"),
+        ({"first": 4}, r"first \+ second is 4 \+ 2; it must be at most 5, and at least 1 each"),
+        ({"second": 0}, r"first \+ second is 3 \+ 0; it must be at most 5, and at least 1 each"),
+        ({"ranks": 0}, "ranks is 0; it must be positive"),
+    ],
+)
+def test_what_has_no_mean_squares(options: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"x": torch.zeros(4, 5), "first": 3, "second": 2}
+    with pytest.raises(KernelError, match=f"^mean_squares: {message}"):
+        mean_squares(**arguments | options)  # type: ignore[arg-type]
+
+
 def test_older_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "target", lambda: ("cuda", 80))
     with pytest.raises(KernelError, match="rms_norm: fp8 is requested; it must not be: sm_80"):
@@ -135,8 +173,18 @@ def check(module: ModuleType) -> None:
     torch.testing.assert_close(out.float() * scale[:, None], expected, atol=0.07, rtol=0.07)
 
 
+def check_squares(module: ModuleType) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 1500)
+    squares = module.mean_squares(x, 1100, 300, ranks=2)
+    parts = x.split((1100, 300, 100), dim=1)[:2]
+    expected = torch.stack([part.square().mean(dim=1) / 2 for part in parts], dim=1)
+    torch.testing.assert_close(squares, expected)
+
+
 def test_nothing_is_found_without_a_fault() -> None:
     assert not finds(check, norm)
+    assert not finds(check_squares, norm)
 
 
 @pytest.mark.parametrize(
@@ -153,3 +201,19 @@ def test_nothing_is_found_without_a_fault() -> None:
 )
 def test_a_fault_is_found(old: str, new: str, tmp_path: Path) -> None:
     assert finds(check, planted(norm, tmp_path, (old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("part * first", "part * second"),
+        ("column < width", "column < width - 1"),
+        ("value * value", "value"),
+        ("(width * ranks)", "width"),
+        ("range(0, width, BLOCK)", "range(0, BLOCK, BLOCK)"),
+        ("start + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"),
+        ("out + 2 * row + part", "out + row + part"),
+    ],
+)
+def test_a_fault_in_the_squares_is_found(old: str, new: str, tmp_path: Path) -> None:
+    assert finds(check_squares, planted(norm, tmp_path, (old, new)))

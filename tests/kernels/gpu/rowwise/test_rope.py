@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from weft.kernels.cpu import rope as on_cpu
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.cpu.rope import HeadNorms, Rotation
 from weft.kernels.gpu.rowwise import rope, rows
+from weft.kernels.gpu.rowwise.norm import mean_squares
 from weft.kernels.gpu.rowwise.rope import CacheScales, rotate_into_cache
 from weft.kernels.gpu.runtime.arguments import KernelError
 
@@ -40,14 +42,25 @@ def near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def expected(
-    qkv: Tensor, positions: Tensor, inv_freq: Tensor, heads: int, dim: int, norms: HeadNorms | None
+    qkv: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    heads: int,
+    dim: int,
+    norms: HeadNorms | None,
+    *,
+    over_all: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys, values of each token: float32 [T, heads, D]."""
     count = qkv.shape[1] // dim
     parts = (heads, heads + (count - heads) // 2)
     q, k, v = qkv.view(len(qkv), count, dim).tensor_split(parts, dim=1)
     if norms is not None:
-        q, k = reference.rms_norm(q, norms.q, EPS), reference.rms_norm(k, norms.k, EPS)
+        parts = ((q, norms.q), (k, norms.k))
+        q, k = (
+            reference.rms_norm(part.flatten(1) if over_all else part, weight, EPS).view(part.shape)
+            for part, weight in parts
+        )
     return reference.rope(q, positions, inv_freq), reference.rope(k, positions, inv_freq), v.float()
 
 
@@ -57,7 +70,7 @@ def expected(
     heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (6, 6), (32, 4)]),
     dim=st.sampled_from([2, 8, 24, 64, 80, 128, 256]),
     block_size=st.sampled_from([1, 4, 32]),
-    with_norms=st.booleans(),
+    norm=st.sampled_from(["none", "head", "heads"]),
     fp8=st.booleans(),
     wide=st.booleans(),
     bad=st.booleans(),
@@ -69,7 +82,7 @@ def test_equals_the_reference(
     heads: tuple[int, int],
     dim: int,
     block_size: int,
-    with_norms: bool,
+    norm: str,
     fp8: bool,
     wide: bool,
     bad: bool,
@@ -94,9 +107,13 @@ def test_equals_the_reference(
     positions, inv_freq = torch.randint(0, 1000, (tokens,)), torch.rand(dim // 2)
     qkv = torch.randn(tokens, (num_heads + 2 * kv_heads) * dim).to(dtype)
     before = qkv.clone()
-    norms = None
-    if with_norms:
+    norms = means = None
+    if norm == "head":
         norms = HeadNorms(torch.rand(dim).to(dtype), torch.rand(dim), EPS)
+    elif norm == "heads":
+        widths = num_heads * dim, kv_heads * dim
+        norms = HeadNorms(torch.rand(widths[0]).to(dtype), torch.rand(widths[1]), EPS)
+        means = mean_squares(qkv, *widths)
     cache_dtype = FP8 if fp8 else dtype
     shape = (num_blocks, kv_heads, block_size, dim)
     keys, values = Fenced(*shape, dtype=cache_dtype), Fenced(*shape, dtype=cache_dtype)
@@ -107,11 +124,13 @@ def test_equals_the_reference(
         *(pages, slots),
         heads=num_heads,
         norms=norms,
-        scales=scales,  # type: ignore[arg-type]
+        means=means,
+        scales=scales,
     )
     same(qkv, before)
     same(status, is_bad.int())
-    q, k, v = expected(qkv, positions, inv_freq, num_heads, dim, norms)
+    over_all = norm == "heads"
+    q, k, v = expected(qkv, positions, inv_freq, num_heads, dim, norms, over_all=over_all)
     assert queries.dtype == dtype
     near(queries, q, dtype)
     good = ~is_bad
@@ -203,6 +222,15 @@ def arguments(**changes: object) -> dict[str, object]:
         ({"rotation": Rotation(torch.zeros(3, 4), torch.zeros(3, 2))}, "rotation.sin's shape"),
         ({"norms": HeadNorms(torch.zeros(4), torch.zeros(3), EPS)}, "norms.k's shape"),
         (
+            {"norms": HeadNorms(torch.zeros(4), torch.zeros(4), EPS), "means": torch.zeros(3, 2)},
+            r"norms.q's shape is \[4\]; it must be \[8\]",
+        ),
+        ({"means": torch.zeros(3, 2)}, "means is given; it must not be: there are no norms"),
+        (
+            {"norms": HeadNorms(torch.zeros(8), torch.zeros(4), EPS), "means": torch.zeros(2, 2)},
+            r"means's shape is \[2, 2\]; it must be \[3, 2\]",
+        ),
+        (
             {"scales": CacheScales(torch.ones(1), torch.ones(1))},
             "keys's dtype is torch.float32; it must be torch.float8_e4m3fn",
         ),
@@ -233,11 +261,13 @@ def test_older_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 # Planted faults.
 
 
-def check(module: ModuleType) -> None:
+def check(module: ModuleType, *, over_all: bool = False) -> None:
     torch.manual_seed(0)
     positions, inv_freq = torch.tensor([0, 3, 900, 7]), torch.rand(20)
     qkv = torch.randn(4, (40 + 2 * 3) * 40)
-    norms = HeadNorms(torch.rand(40), torch.rand(40), EPS)
+    q_heads, k_heads = (40, 3) if over_all else (1, 1)
+    norms = HeadNorms(torch.rand(q_heads * 40), torch.rand(k_heads * 40), EPS)
+    means = mean_squares(qkv, 40 * 40, 3 * 40) if over_all else None
     pages, slots = torch.tensor([1, -1, 2, 0]), torch.tensor([4, 0, 5, 2])
     keys, values = (
         Fenced(3, 3, 5, 40, dtype=torch.float32),
@@ -248,9 +278,10 @@ def check(module: ModuleType) -> None:
         *(pages, slots),
         heads=40,
         norms=norms,
+        means=means,
     )
     assert status.tolist() == [0, 1, 1, 0]
-    q, k, v = expected(qkv, positions, inv_freq, 40, 40, norms)
+    q, k, v = expected(qkv, positions, inv_freq, 40, 40, norms, over_all=over_all)
     near(queries, q, torch.float32)
     for cache, came in ((keys, k), (values, v)):
         assert cache.is_whole()
@@ -261,6 +292,7 @@ def check(module: ModuleType) -> None:
 
 def test_nothing_is_found_without_a_fault() -> None:
     assert not finds(check, rope)
+    assert not finds(partial(check, over_all=True), rope)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +314,21 @@ def test_nothing_is_found_without_a_fault() -> None:
 )
 def test_a_fault_is_found(old: str, new: str, tmp_path: Path) -> None:
     assert finds(check, planted(rope, tmp_path, (old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.where(is_query, 0, 1)) + eps", "1) + eps"),
+        ("means + 2 * token", "means + token"),
+        ("k_norm + (head[:, None] - heads) * dim", "k_norm + head[:, None] * 0"),
+        ("q_norm + head[:, None] * dim", "q_norm + head[:, None] * half"),
+        ("tl.load(of_q + half,", "tl.load(of_q,"),
+        ("tl.load(of_k + half,", "tl.load(of_k,"),
+    ],
+)
+def test_a_fault_in_norms_over_all_heads_is_found(old: str, new: str, tmp_path: Path) -> None:
+    assert finds(partial(check, over_all=True), planted(rope, tmp_path, (old, new)))
 
 
 def test_a_fault_in_the_rounding_is_found(tmp_path: Path) -> None:

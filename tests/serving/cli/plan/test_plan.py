@@ -265,7 +265,7 @@ def test_a_load_that_no_row_serves(load: str, slo: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("devices", "says"),
     [
-        (8, "lacks 24.09 GiB .* Weights with 8 bits would fit"),
+        (8, "lacks 24.60 GiB .* Weights with 8 bits would fit"),
         (2, "lacks .* Weights with 4 bits would fit"),
         (1, "choose a larger slice or a smaller model$"),
     ],
