@@ -16,11 +16,13 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels.check import suite
+from weft.kernels.check.ops import attention
 from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.ops.products import OVERLAPPED, in_fp8
 from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.ranks import run
 from weft.kernels.check.suite import Check, checks, perform
+from weft.kernels.gpu.attention import decode, kernel, mixed, paged
 from weft.kernels.gpu.collectives import all_gather, all_gather_ll, chunks
 from weft.kernels.gpu.matmul import all_gather_matmul, matmul_reduce_scatter
 from weft.kernels.gpu.runtime import low_latency, signals
@@ -213,6 +215,24 @@ def test_scales_of_others_are_found(
         replace(op, function=getattr(faulty, name)), gathers=name == "all_gather_matmul"
     )
     found = (f for seed in range(3) for f in perform(Check(scaled, 3, seed)).findings)
+    assert any("differ from the oracle's" in f for f in found)
+
+
+@pytest.mark.parametrize("name", ["mixed_attention", "mixed_attention_fp8"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("tl.where(queries == 1, 0, queries)", "0 * queries"),
+        ("place = first * HEADS + row % HEADS", "place = row"),
+    ],
+    ids=["prompts that are left out", "decodes in their requests' rows"],
+)
+def test_faults_of_launches_for_decodes_and_prompts_are_found(
+    name: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = planted(mixed, tmp_path, change, parts=[kernel, paged, decode])
+    monkeypatch.setattr(attention, "mixed_attention", faulty.mixed_attention)
+    found = perform(Check(*named([name]), 1, 0)).findings
     assert any("differ from the oracle's" in f for f in found)
 
 
