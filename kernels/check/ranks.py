@@ -19,7 +19,7 @@ import random
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -320,7 +320,9 @@ class Memory:
 
 
 class CheckedHome(VirtualHome):
-    """A VirtualHome that names its allocations, with GUARD bytes between them."""
+    """A VirtualHome that names its allocations, with GUARD bytes between them. It tells the race
+    detector what a GPU's streams and events would order.
+    """
 
     def __init__(self, world: VirtualWorld, rank: int, ranks: Ranks) -> None:
         super().__init__(world, rank)
@@ -373,6 +375,14 @@ class CheckedHome(VirtualHome):
         if self._ranks.races is not None:
             self._ranks.races.join(self.rank)
 
+    def record_event(self) -> object:
+        races = self._ranks.races
+        return None if races is None else races.recorded(self.rank)
+
+    def wait_event(self, event: object) -> None:
+        if self._ranks.races is not None:
+            self._ranks.races.waited(self.rank, event)
+
 
 class _RankObserver:
     """Observes one rank's kernels: takes turns, and reports to the race detector."""
@@ -381,9 +391,9 @@ class _RankObserver:
         self._ranks = ranks
         self._rank = rank
 
-    def launched(self) -> None:
+    def launched(self, tensors: Mapping[str, Tensor]) -> None:
         if self._ranks.races is not None:
-            self._ranks.races.launched(self._rank)
+            self._ranks.races.launched(self._rank, tensors)
 
     def finished(self) -> None:
         if self._ranks.races is not None:
@@ -438,8 +448,11 @@ class _RankObserver:
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         return self._ranks.memory.on_all_ranks(addresses)
 
-    def is_symmetric(self, storage: int) -> bool:
-        return storage in self._ranks.memory.storages
+    def watches(self, storage: int) -> bool:
+        races = self._ranks.races
+        return storage in self._ranks.memory.storages or (
+            races is not None and storage in races.plain
+        )
 
     def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
         if signal:

@@ -123,13 +123,16 @@ def perform(check: Check) -> Outcome:
     def work(home: Home) -> list[Tensor]:
         workspace = check.op.workspace(home, largest)
         workspace.skip(CALLS_BEFORE[check.seed % len(CALLS_BEFORE)])
+        results = []
         with counted_together([workspace] if together else []):
-            out = [
-                check.op.call([tensor[home.rank] for tensor in tensors], workspace, call)
-                for call, tensors in zip(sizes, calls, strict=True)
-            ]
+            for call, tensors in zip(sizes, calls, strict=True):
+                given = [tensor[home.rank].clone() for tensor in tensors]
+                # After a call, a caller may use its result, and overwrite its operands.
+                results.append(check.op.call(given, workspace, call).clone())
+                for tensor in given:
+                    tensor.zero_()
         workspace.check()
-        return out
+        return results
 
     races = RaceDetector()
     slowness = [SLOW if rank in slow else 1.0 for rank in range(check.world_size)]

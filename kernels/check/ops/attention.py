@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -100,7 +100,11 @@ def _attention(name: str, kind: Batch, fp8: bool = False, **options: Any) -> Op:
         how["blocks"] = blocks and blocks[:2]
         if shared:
             return distributed_decode_attention(_common(q), keys, values, batch, workspace, **how)
-        ops = {"decodes": decode_attention, "prompts": paged_attention, "mixed": mixed_attention}
+        ops: dict[Batch, Callable[..., Tensor]] = {
+            "decodes": decode_attention,
+            "prompts": paged_attention,
+            "mixed": mixed_attention,
+        }
         return ops[kind](q, keys, values, batch, **how)
 
     def oracle(

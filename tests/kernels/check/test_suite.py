@@ -22,7 +22,7 @@ from weft.kernels.check.ops.products import OVERLAPPED, in_fp8
 from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.ranks import run
 from weft.kernels.check.suite import Check, checks, perform
-from weft.kernels.gpu.attention import decode, kernel, mixed, paged
+from weft.kernels.gpu.attention import decode, kernel, mixed, paged, sequence_parallel
 from weft.kernels.gpu.collectives import all_gather, all_gather_ll, chunks
 from weft.kernels.gpu.matmul import all_gather_matmul, matmul_reduce_scatter
 from weft.kernels.gpu.runtime import low_latency, signals
@@ -234,6 +234,29 @@ def test_faults_of_launches_for_decodes_and_prompts_are_found(
     monkeypatch.setattr(attention, "mixed_attention", faulty.mixed_attention)
     found = perform(Check(*named([name]), 1, 0)).findings
     assert any("differ from the oracle's" in f for f in found)
+
+
+def test_splits_that_share_a_part_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs of a launch store to one element of a tensor that no other rank has."""
+    change = ("row = tl.cast(split, tl.int64) * rows + row", "row = tl.cast(row, tl.int64)")
+    faulty = planted(decode, tmp_path, change, parts=[kernel, paged])
+    monkeypatch.setattr(attention, "decode_attention", faulty.decode_attention)
+    found = perform(Check(*named(["decode_attention"]), 1, 0)).findings
+    for tensor in ("attend.out[", "attend.lse["):
+        assert any(f.startswith(tensor) and "no order between" in f for f in found)
+
+
+def test_an_op_that_ends_before_its_second_stream_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still reads operands that a caller may overwrite."""
+    faulty = planted(sequence_parallel, tmp_path, ("workspace.rejoin()", "pass"))
+    name = "sequence_parallel_attention"
+    monkeypatch.setattr(attention, name, getattr(faulty, name))
+    found = perform(Check(*named([name]), 2, 0)).findings
+    assert any(f.startswith("push_parts.") and "beside" in f for f in found)
 
 
 def test_ops_have_names_of_their_own() -> None:
