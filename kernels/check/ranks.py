@@ -34,6 +34,7 @@ from weft.kernels.check.races import GUARD, RaceDetector
 from weft.kernels.interpreter import extern
 from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
+from weft.kernels.interpreter.recording import note
 from weft.kernels.symmetric.memory import SymmetricTensor
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 
@@ -364,24 +365,27 @@ class CheckedHome(VirtualHome):
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        races = self._ranks.races
-        if races is not None:
-            races.fork(self.rank)
+        self._tell(lambda races: races.fork(self.rank))
         yield
-        if races is not None:
-            races.unfork(self.rank)
+        self._tell(lambda races: races.unfork(self.rank))
 
     def rejoin(self) -> None:
-        if self._ranks.races is not None:
-            self._ranks.races.join(self.rank)
+        self._tell(lambda races: races.join(self.rank))
 
     def record_event(self) -> object:
-        races = self._ranks.races
-        return None if races is None else races.recorded(self.rank)
+        event: dict[str, object] = {}
+        self._tell(lambda races: event.update(now=races.recorded(self.rank)))
+        return event
 
     def wait_event(self, event: object) -> None:
-        if self._ranks.races is not None:
-            self._ranks.races.waited(self.rank, event)
+        assert isinstance(event, dict)
+        self._tell(lambda races: races.waited(self.rank, event["now"]))
+
+    def _tell(self, step: Callable[[RaceDetector], object]) -> None:
+        """Tell the race detector what the streams do, now and in each replay."""
+        if (races := self._ranks.races) is not None:
+            step(races)
+            note(lambda: step(races))
 
 
 class _RankObserver:

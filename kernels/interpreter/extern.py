@@ -25,6 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import interpreter as memory
 
+from weft.kernels.interpreter.recording import note
+
 Array = npt.NDArray[Any]
 
 MULTICAST = 1 << 62
@@ -221,6 +223,18 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        out = self._call(func, args, kwargs)
+        if not func.is_view and "empty" not in func._schema.name:
+            note(lambda: self._repeat(func, args, kwargs, out))
+        return out
+
+    def _repeat(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """Repeat an operator. Its results go to the memory of the earlier ones."""
+        for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         loaded, stored = self._operands(func, args, kwargs)
         if not loaded and not stored:
             return func(*args, **kwargs)
@@ -237,7 +251,7 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _operands(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return an operator's loaded and stored tensors, of those that are watched."""
+        """Return an operator's watched tensors: those it loads, and those it stores."""
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or torch.Tag.inplace_view in func.tags or name in TEMPLATES:
             return [], []

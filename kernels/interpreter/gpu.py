@@ -40,6 +40,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.interpreter import extern
+from weft.kernels.interpreter.recording import note, unrecorded
 
 Array = npt.NDArray[Any]
 Program = tuple[int, int, int]
@@ -434,6 +435,7 @@ _original_call = interpreter.GridExecutor.__call__
 
 
 def _call(executor: Any, *args: Any, **kwargs: Any) -> None:
+    note(lambda: _call(executor, *args, **kwargs))
     observer = _observer()
     if observer is not None:
         given = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}
@@ -443,7 +445,7 @@ def _call(executor: Any, *args: Any, **kwargs: Any) -> None:
     order = getattr(_state, "order", None)
     _state.order_now = None if order is None or may_wait(executor.fn) else order
     try:
-        with np.errstate(all="ignore"):  # numbers may overflow, as on a GPU
+        with np.errstate(all="ignore"), unrecorded():  # numbers may overflow, as on a GPU
             _original_call(executor, *args, **kwargs)
     finally:
         _state.order_now = _state.places = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,8 +128,9 @@ def test_a_check_draws_the_same_again() -> None:
     assert (first.m, first.k) != (other.m, other.k)
 
 
-def test_calls_differ_in_rows_tiles_and_programs() -> None:
-    """In one workspace, made for the largest call."""
+def test_calls_differ_in_rows_tiles_and_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one workspace, made for the largest call, if none is replayed."""
+    monkeypatch.setattr(suite, "CALLED", suite.CALLS)
     seen = []
 
     def record(*tensors: Tensor, **options: Any) -> Tensor:
@@ -257,6 +260,28 @@ def test_an_op_that_ends_before_its_second_stream_is_found(
     monkeypatch.setattr(attention, name, getattr(faulty, name))
     found = perform(Check(*named([name]), 2, 0)).findings
     assert any(f.startswith("push_parts.") and "beside" in f for f in found)
+
+
+@pytest.mark.parametrize("called", [suite.CALLED, suite.CALLS])
+def test_a_call_that_the_host_counts_is_found_by_a_replay(
+    called: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is right in each call that the host makes, but a CUDA graph keeps it."""
+    monkeypatch.setattr(suite, "CALLED", called)
+    made = Counter[int]()
+
+    def gather(x: Tensor, workspace: Workspace) -> Tensor:
+        made[workspace.rank] += 1
+        number = torch.full((1,), made[workspace.rank])
+        workspace.peers = partial(Workspace.peers, workspace, calls=number)  # type: ignore[method-assign]
+        return all_gather.all_gather(x, workspace)
+
+    op = replace(GATHER, function=gather)
+    found = [f for seed in (0, 3, 6) for f in perform(Check(op, 2, seed)).findings]
+    if called == suite.CALLS:
+        assert found == []
+    else:
+        assert any("no order between" in f for f in found)
 
 
 def test_ops_have_names_of_their_own() -> None:
