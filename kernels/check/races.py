@@ -1,20 +1,25 @@
-"""Finds races between ranks: accesses to symmetric memory without an order between them.
+"""Finds races: accesses to a tensor, by ranks, streams or programs, without an order between them.
+
+Watched are symmetric tensors, and all other tensors that a kernel is given. Of these plain ones
+only their rank's programs know the address. A plain tensor is watched from the first launch that
+gets it, with its whole storage; torch's operators on it count from then on, and not before.
 
 Every program in a launch counts as its own thread, as on a GPU, whatever order the interpreter
 used. Order comes from four sources (vector clocks: clocks.py):
 
 - A rank's launches on one stream follow each other: a program comes after all programs in earlier
-  launches. Launches made beside are on a second stream until the streams join (Home.beside),
-  although the interpreter runs them at once.
-- A release on a signal, and every acquire that sees it or a later value.
+  launches. Launches made beside are on a second stream until the streams join or one waits for an
+  event of the other (Home.beside, rejoin, wait_event), although the interpreter runs them at once.
+- A release on a signal, and every acquire that sees it or a later value. Their scope must be the
+  system; in a plain tensor, which only one GPU has, the GPU is enough.
 - A put over the network, its signal, and a quiet (network.py).
 - A home's barrier, which also waits for the device.
 
 Two accesses to the same bytes, at least one of them a store, are a race if their programs have no
 order, even if the values came out right. So are an atomic and a plain access, if one of them
-changes the value. Also reported: loads of memory before any store, accesses just outside a tensor,
-signals that order nothing because they are relaxed or reach only this GPU, and signals set again
-too early.
+changes the value. Also reported, in symmetric memory alone: loads of memory before any store,
+accesses just outside a tensor, signals that order nothing because they are relaxed or reach only
+this GPU, and signals set again too early.
 
 Each cell keeps enough to find the first race on it (FastTrack, sections 3 and 4). Of the stores, it
 keeps the last one: earlier stores are ordered before it, or a race was found then. Any access
@@ -26,11 +31,13 @@ like loads. Accesses within one program are in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from weft.kernels.check.clocks import (
     NETWORK,
@@ -49,6 +56,7 @@ from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
 from weft.kernels.symmetric.memory import SymmetricTensor
 
 Int32 = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 CONFLICTS: dict[Access, tuple[Access, ...]] = {
     "load": ("store", "atomic"),
@@ -70,11 +78,14 @@ GUARD = 1 << 16
 
 @dataclass(slots=True)
 class _WatchedTensor:
-    """One rank's symmetric tensor, and the last accesses to each of its elements.
+    """One rank's tensor, and the last accesses to each of its elements.
 
     Attributes:
         start, end: its addresses.
+        guard: bytes before and after it that belong to nobody.
         rank, name, itemsize: its owner, name and element size.
+        plain: the tensor, if it is not symmetric: while it lives, no other gets its addresses.
+        launches: launches with accesses, if it is plain.
         last: for each kind of access, columns of event numbers; an element's entries are the events
             without a later one among them.
         polling: for each rank, its running program's load of words with their own signal. The
@@ -84,12 +95,15 @@ class _WatchedTensor:
 
     start: int
     end: int
+    guard: int
     rank: int
     name: str
     itemsize: int
+    plain: Tensor | None
+    launches: set[tuple[Stream, int]]
     last: dict[Access, list[Int32]]
     polling: dict[int, Int32]
-    initialised: npt.NDArray[np.bool_]
+    initialised: Bools
 
     def column(self) -> Int32:
         """Return a column without events."""
@@ -110,11 +124,19 @@ class _PendingOverwrite:
 
 
 class RaceDetector:
-    """Receives every operation of the ranks; `findings` lists the problems."""
+    """Receives every operation of the ranks.
+
+    Attributes:
+        findings: the problems.
+        plain: by address, the storages of tensors that kernels were given, without symmetric ones.
+    """
 
     def __init__(self) -> None:
         self.findings: list[str] = []
-        self._watched: list[_WatchedTensor] = []
+        self.plain: dict[int, _WatchedTensor] = {}
+        self._watched: list[_WatchedTensor] = []  # by address
+        self._starts: list[int] = []  # of the bytes before them
+        self._polled: dict[int, list[_WatchedTensor]] = {}  # by the loading program's rank
         self._events: list[Event] = []
         self._host: dict[int, Clock] = {}  # clock of the rank's current stream
         self._other: dict[int, Clock] = {}  # clock of its other stream
@@ -132,19 +154,57 @@ class RaceDetector:
 
     def watch(self, rank: int, tensor: SymmetricTensor) -> None:
         """Check all accesses to a tensor from now on, and to GUARD bytes on either side."""
-        start, count = int(tensor.addresses[rank]), tensor.local.numel()
-        self._watched.append(
-            _WatchedTensor(
-                start=start,
-                end=start + tensor.local.nbytes,
-                rank=rank,
-                name=tensor.name,
-                itemsize=tensor.local.element_size(),
-                last={"load": [], "store": [], "atomic": [], "poll": [], "take": []},
-                polling={},
-                initialised=np.zeros(count, bool),
+        start, local = int(tensor.addresses[rank]), tensor.local
+        uninitialised = np.zeros(local.numel(), bool)
+        self._add(start, local, GUARD, rank, tensor.name, uninitialised)
+
+    def _watch_plain(self, rank: int, name: str, tensor: Tensor) -> None:
+        """Check all accesses to a tensor's storage from now on, unless it is symmetric.
+
+        Nobody tells which of its elements have a number, so all count as initialised.
+        """
+        storage = tensor.untyped_storage()
+        watched = self.plain.get(storage.data_ptr())
+        if watched is not None:
+            self._forget_known(rank, watched)
+        elif tensor.numel() and not self._near(np.array([tensor.data_ptr()], np.uint64), 1):
+            whole = tensor.new_empty(0).set_(storage)
+            initialised = np.ones(whole.numel(), bool)
+            self.plain[storage.data_ptr()] = self._add(
+                *(storage.data_ptr(), whole, 0, rank, name, initialised)
             )
+
+    def _forget_known(self, rank: int, watched: _WatchedTensor) -> None:
+        """Drop a plain tensor's accesses if all are known to the first stream, and so to whatever
+        the rank launches from now on.
+        """
+        beside = self._stream[rank] != (rank, 0)
+        known = (self._other if beside else self._host)[rank].launches
+        if all(known.get(stream, 0) > launch for stream, launch in watched.launches):
+            watched.launches.clear()
+            for columns in watched.last.values():
+                columns.clear()
+
+    def _add(
+        self, start: int, tensor: Tensor, guard: int, rank: int, name: str, initialised: Bools
+    ) -> _WatchedTensor:
+        watched = _WatchedTensor(
+            start=start,
+            end=start + tensor.nbytes,
+            guard=guard,
+            rank=rank,
+            name=name,
+            itemsize=tensor.element_size(),
+            plain=None if guard else tensor,
+            launches=set(),
+            last={"load": [], "store": [], "atomic": [], "poll": [], "take": []},
+            polling={},
+            initialised=initialised,
         )
+        at = bisect_right(self._starts, start - guard)
+        self._starts.insert(at, start - guard)
+        self._watched.insert(at, watched)
+        return watched
 
     def arrived(self, rank: int) -> None:
         """A rank reached a barrier, with all its launches."""
@@ -175,10 +235,21 @@ class RaceDetector:
         """The first stream waits for the second."""
         self._host[rank].join(self._other.get(rank, Clock()))
 
-    def launched(self, rank: int) -> None:
-        """A kernel is launched, with its stream's knowledge."""
+    def recorded(self, rank: int) -> object:
+        """Return an event: what the rank's current stream knows after its launches so far."""
+        return self._host.setdefault(rank, Clock()).copy()
+
+    def waited(self, rank: int, event: object) -> None:
+        """The rank's current stream waits for an event."""
+        assert isinstance(event, Clock)
+        self._host.setdefault(rank, Clock()).join(event)
+
+    def launched(self, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        """A kernel is launched on these tensors, by name, with its stream's knowledge."""
         self._host.setdefault(rank, Clock())
         stream = self._stream.setdefault(rank, (rank, 0))
+        for name, tensor in tensors.items():
+            self._watch_plain(rank, name, tensor)
         self._launch[stream] = self._launch.get(stream, -1) + 1
         self._after_launch[rank] = self._host[rank].copy()
 
@@ -206,9 +277,9 @@ class RaceDetector:
         self._after_launch[rank].join(clock)
         for overwrite in self._pending.pop(rank, ()):
             self._report_pair(overwrite.watched, overwrite.cells, overwrite.take, overwrite.store)
-        for watched in self._watched:
-            column = watched.polling.pop(rank, None)
-            for number in () if column is None else _distinct(column):
+        for watched in self._polled.pop(rank, ()):
+            column = watched.polling.pop(rank)
+            for number in _distinct(column):
                 self._remember(watched, "take", np.flatnonzero(column == number), number, clock)
 
     def access(self, rank: int, kind: Kind, addresses: Array, itemsize: int) -> None:
@@ -233,12 +304,15 @@ class RaceDetector:
         address = np.array([atomic.address], np.uint64)
         for watched, places in self._near(address, atomic.itemsize):
             signal = self._signals.setdefault(atomic.address, Clock())
-            if atomic.sem in ACQUIRES and atomic.scope == "system":
+            reaches = atomic.scope == "system" or (
+                watched.plain is not None and atomic.scope == "gpu"
+            )
+            if atomic.sem in ACQUIRES and reaches:
                 clock.join(signal)
             event = self._event(rank, "atomic" if atomic.changed else "poll")
             if not self._atomic(event, clock, watched, places, atomic):
                 continue
-            if atomic.changed and atomic.sem in RELEASES and atomic.scope == "system":
+            if atomic.changed and atomic.sem in RELEASES and reaches:
                 signal.join(clock)
                 clock.tasks[task] += 1
             elif atomic.changed and watched.rank != rank:
@@ -352,8 +426,10 @@ class RaceDetector:
                     if overwrite.watched is watched:
                         overwrite.cells = np.setdiff1d(overwrite.cells, cells)
                 self._check(watched, cells[~carried], number, clock, reads=True)
-                polling = watched.polling.setdefault(rank, watched.column())
-                polling[cells[carried]] = number
+                if rank not in watched.polling:
+                    watched.polling[rank] = watched.column()
+                    self._polled.setdefault(rank, []).append(watched)
+                watched.polling[rank][cells[carried]] = number
 
     def _check_stored_over(
         self, watched: _WatchedTensor, cells: Array, number: int, clock: Clock
@@ -401,15 +477,16 @@ class RaceDetector:
             return []
         near = []
         first, last = int(addresses.min()), int(addresses.max()) + itemsize
-        for watched in self._watched:
-            start, end = watched.start - GUARD, watched.end + GUARD
-            if last <= start or first >= end:
-                continue
+        for watched in self._watched[max(0, bisect_right(self._starts, first) - 1) :]:
+            start, end = watched.start - watched.guard, watched.end + watched.guard
+            if last <= start:
+                break
             places = addresses
             if itemsize > watched.itemsize:
                 inside = np.arange(0, itemsize, watched.itemsize, dtype=np.uint64)
                 places = (addresses[:, None] + inside).ravel()
-            places = places[(places >= start) & (places < end)]
+            if first < start or last > end:
+                places = places[(places >= start) & (places < end)]
             if len(places):
                 near.append((watched, places))
         return near
@@ -469,6 +546,8 @@ class RaceDetector:
     def _record(self, watched: _WatchedTensor, cells: Array, number: int, clock: Clock) -> None:
         """Record this event as the last access to these elements."""
         event = self._events[number]
+        if watched.plain is not None:
+            watched.launches.add(event.task[:2])
         if event.kind == "store":
             for columns in watched.last.values():
                 for column in columns:

@@ -19,7 +19,7 @@ import random
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -34,6 +34,7 @@ from weft.kernels.check.races import GUARD, RaceDetector
 from weft.kernels.interpreter import extern
 from weft.kernels.interpreter import gpu as interpreter
 from weft.kernels.interpreter.gpu import Array, Atomic, Kind, Program
+from weft.kernels.interpreter.recording import note
 from weft.kernels.symmetric.memory import SymmetricTensor
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 
@@ -320,7 +321,9 @@ class Memory:
 
 
 class CheckedHome(VirtualHome):
-    """A VirtualHome that names its allocations, with GUARD bytes between them."""
+    """A VirtualHome that names its allocations, with GUARD bytes between them. It tells the race
+    detector what a GPU's streams and events would order.
+    """
 
     def __init__(self, world: VirtualWorld, rank: int, ranks: Ranks) -> None:
         super().__init__(world, rank)
@@ -362,16 +365,27 @@ class CheckedHome(VirtualHome):
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        races = self._ranks.races
-        if races is not None:
-            races.fork(self.rank)
+        self._tell(lambda races: races.fork(self.rank))
         yield
-        if races is not None:
-            races.unfork(self.rank)
+        self._tell(lambda races: races.unfork(self.rank))
 
     def rejoin(self) -> None:
-        if self._ranks.races is not None:
-            self._ranks.races.join(self.rank)
+        self._tell(lambda races: races.join(self.rank))
+
+    def record_event(self) -> object:
+        event: dict[str, object] = {}
+        self._tell(lambda races: event.update(now=races.recorded(self.rank)))
+        return event
+
+    def wait_event(self, event: object) -> None:
+        assert isinstance(event, dict)
+        self._tell(lambda races: races.waited(self.rank, event["now"]))
+
+    def _tell(self, step: Callable[[RaceDetector], object]) -> None:
+        """Tell the race detector what the streams do, now and in each replay."""
+        if (races := self._ranks.races) is not None:
+            step(races)
+            note(lambda: step(races))
 
 
 class _RankObserver:
@@ -381,9 +395,9 @@ class _RankObserver:
         self._ranks = ranks
         self._rank = rank
 
-    def launched(self) -> None:
+    def launched(self, tensors: Mapping[str, Tensor]) -> None:
         if self._ranks.races is not None:
-            self._ranks.races.launched(self._rank)
+            self._ranks.races.launched(self._rank, tensors)
 
     def finished(self) -> None:
         if self._ranks.races is not None:
@@ -438,8 +452,11 @@ class _RankObserver:
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         return self._ranks.memory.on_all_ranks(addresses)
 
-    def is_symmetric(self, storage: int) -> bool:
-        return storage in self._ranks.memory.storages
+    def watches(self, storage: int) -> bool:
+        races = self._ranks.races
+        return storage in self._ranks.memory.storages or (
+            races is not None and storage in races.plain
+        )
 
     def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
         if signal:

@@ -8,6 +8,8 @@ repeated:
 
 Each check calls the op several times with new numbers, and with other rows, tiles and programs in
 the same workspace. Most protocol faults only show when buffers and signals are reused differently.
+Half of the checks record a call and replay it, as a CUDA graph does (interpreter/recording.py):
+what the host counts stays as it was then.
 Some workspaces begin with billions of calls, where narrow counters would wrap.
 
 Kernels must have been imported with TRITON_INTERPRET=1.
@@ -28,9 +30,12 @@ from weft.kernels.check.ops.table import named
 from weft.kernels.check.races import RaceDetector
 from weft.kernels.check.ranks import HangError, RankError, run
 from weft.kernels.gpu.runtime.workspace import counted_together
+from weft.kernels.interpreter.recording import recorded
 from weft.kernels.symmetric.memory import Home
 
 CALLS = 4
+CALLED = 2
+"""In half of the checks, the host makes only these calls. The others replay the last of them."""
 TILES = (16, 32)
 """Sides of a tile. Workspaces are made for the smallest."""
 CHUNKS = (256, 1024)
@@ -109,6 +114,9 @@ def perform(check: Check) -> Outcome:
         )
         for call_rows in rows
     ]
+    replays = draw.random() < 1 / 2
+    called = CALLED if replays else CALLS
+    sizes[called:] = [sizes[called - 1]] * (CALLS - called)
     slow = tuple(rank for rank in range(check.world_size) if draw.random() < 1 / 3)
     numbers = torch.Generator().manual_seed(draw.getrandbits(32))
     calls = [
@@ -123,13 +131,28 @@ def perform(check: Check) -> Outcome:
     def work(home: Home) -> list[Tensor]:
         workspace = check.op.workspace(home, largest)
         workspace.skip(CALLS_BEFORE[check.seed % len(CALLS_BEFORE)])
-        with counted_together([workspace] if together else []):
-            out = [
-                check.op.call([tensor[home.rank] for tensor in tensors], workspace, call)
-                for call, tensors in zip(sizes, calls, strict=True)
-            ]
+        counted = [workspace] if together else []
+        results: list[Tensor] = []
+
+        def end(given: Sequence[Tensor], out: Tensor) -> None:
+            """Use the result and overwrite the operands, as a caller may after a call."""
+            results.append(out.clone())
+            for tensor in given:
+                tensor.zero_()
+
+        with counted_together([] if replays else counted):
+            for call, tensors in zip(sizes[:called], calls, strict=False):
+                given = [tensor[home.rank].clone() for tensor in tensors]
+                with recorded() as recording, counted_together(counted if replays else []):
+                    out = check.op.call(given, workspace, call)
+                end(given, out)
+        for tensors in calls[called:]:
+            for tensor, new in zip(given, tensors, strict=True):
+                tensor.copy_(new[home.rank])
+            recording.replay()
+            end(given, out)
         workspace.check()
-        return out
+        return results
 
     races = RaceDetector()
     slowness = [SLOW if rank in slow else 1.0 for rank in range(check.world_size)]

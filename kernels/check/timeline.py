@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import triton
+from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels.check.ops.op import Op, Sizes
@@ -127,6 +128,13 @@ class _Recorder(RaceDetector):
     def join(self, rank: int) -> None:
         self._after(rank, "beside")
 
+    def recorded(self, rank: int) -> object:
+        stream = self.stream[rank]
+        return stream, len(self.steps[rank, stream])
+
+    def waited(self, rank: int, event: Any) -> None:
+        self.add(rank, _Step("", "waiting", after=event))
+
     def _after(self, rank: int, other: Stream) -> None:
         """Let a rank's current stream wait for another stream's steps so far."""
         self.add(rank, _Step("", "waiting", after=(other, len(self.steps[rank, other]))))
@@ -184,7 +192,7 @@ class _Recorder(RaceDetector):
 
     def met(self, rank: int) -> None: ...
 
-    def launched(self, rank: int) -> None: ...
+    def launched(self, rank: int, tensors: Mapping[str, Tensor]) -> None: ...
 
     def finished(self, rank: int) -> None: ...
 

@@ -8,14 +8,14 @@ It supports no library functions either. FUNCTIONS implements the kernels' NVSHM
 (gpu/runtime/nvshmem.py); puts go to the Observer's network (network.py).
 
 The host's torch operators (copies, products, sums) bypass the interpreter entirely.
-`HostOperators` reports them to the Observer. Each operator on symmetric memory counts as its own
-launch, as it is on a stream.
+`HostOperators` reports them to the Observer. Each operator on symmetric memory, or on a tensor that
+a kernel was given before, counts as its own launch, as it is on a stream.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -24,6 +24,8 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import interpreter as memory
+
+from weft.kernels.interpreter.recording import note
 
 Array = npt.NDArray[Any]
 
@@ -34,7 +36,7 @@ MULTICAST = 1 << 62
 class Observer(Protocol):
     """The part of gpu.Observer needed here."""
 
-    def launched(self) -> None: ...
+    def launched(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def finished(self) -> None: ...
 
@@ -47,8 +49,8 @@ class Observer(Protocol):
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         """Resolve multicast addresses, uint64 [n], to each rank's addresses."""
 
-    def is_symmetric(self, storage: int) -> bool:
-        """True if a torch storage, given by its address, is symmetric memory."""
+    def watches(self, storage: int) -> bool:
+        """True if a torch storage, given by its address, is symmetric, or a kernel had it."""
 
     def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
         """Memory is put to a peer; signal 0 means a blocking put without a signal."""
@@ -204,7 +206,7 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
 
 
 class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports this thread's torch operators on symmetric memory to the observer.
+    """Reports this thread's torch operators on watched memory to the observer.
 
     Operands are loaded as a whole, unless they are overwritten. An operator's changed tensors are
     stored. Views, and templates for shape and dtype, are neither.
@@ -221,10 +223,22 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        out = self._call(func, args, kwargs)
+        if not func.is_view and "empty" not in func._schema.name:
+            note(lambda: self._repeat(func, args, kwargs, out))
+        return out
+
+    def _repeat(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """Repeat an operator. Its results go to the memory of the earlier ones."""
+        for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         loaded, stored = self._operands(func, args, kwargs)
         if not loaded and not stored:
             return func(*args, **kwargs)
-        self._observer.launched()
+        self._observer.launched({})
         self._observer.program((0, 0, 0))
         for tensor in loaded:
             self._observer.access("load", _element_addresses(tensor), tensor.itemsize)
@@ -237,7 +251,7 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _operands(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return an operator's loaded and stored symmetric tensors."""
+        """Return an operator's watched tensors: those it loads, and those it stores."""
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or torch.Tag.inplace_view in func.tags or name in TEMPLATES:
             return [], []
@@ -249,7 +263,7 @@ class HostOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             changes = argument.alias_info is not None and argument.alias_info.is_write
             overwrites = argument.is_out or (changes and name in OVERWRITES)
             for tensor in _tensors(value):
-                if self._observer.is_symmetric(tensor.untyped_storage().data_ptr()):
+                if self._observer.watches(tensor.untyped_storage().data_ptr()):
                     loaded += [] if overwrites else [tensor]
                     stored += [tensor] if changes else []
         return loaded, stored

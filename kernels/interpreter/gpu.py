@@ -22,9 +22,10 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -35,9 +36,11 @@ import triton.language as tl
 from triton.language import core as core  # seen by _probe
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.gpu.runtime import nvshmem
 from weft.kernels.interpreter import extern
+from weft.kernels.interpreter.recording import note, unrecorded
 
 Array = npt.NDArray[Any]
 Program = tuple[int, int, int]
@@ -74,8 +77,8 @@ class Atomic:
 class Observer(Protocol):
     """Receives every memory operation in its thread."""
 
-    def launched(self) -> None:
-        """A kernel is about to run all its programs."""
+    def launched(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A kernel is about to run all its programs, on these tensors by their names."""
 
     def finished(self) -> None:
         """All the kernel's programs have run."""
@@ -98,8 +101,8 @@ class Observer(Protocol):
     def on_all_ranks(self, addresses: Array) -> Sequence[Array]:
         """Resolve multicast addresses, uint64 [n], to each rank's addresses."""
 
-    def is_symmetric(self, storage: int) -> bool:
-        """True if a torch storage, given by its address, is symmetric memory."""
+    def watches(self, storage: int) -> bool:
+        """True if a torch storage, given by its address, is symmetric, or a kernel had it."""
 
     def put(self, to: int, source: int, nbytes: int, signal: int, value: int, peer: int) -> None:
         """Memory is put to a peer; signal 0 means a blocking put without a signal."""
@@ -432,18 +435,34 @@ _original_call = interpreter.GridExecutor.__call__
 
 
 def _call(executor: Any, *args: Any, **kwargs: Any) -> None:
+    note(lambda: _call(executor, *args, **kwargs))
     observer = _observer()
     if observer is not None:
-        observer.launched()
+        given = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}
+        kernel = executor.fn.__name__
+        tensors = (_tensors(f"{kernel}.{name}", value) for name, value in given.items())
+        observer.launched(dict(chain.from_iterable(tensors)))
     order = getattr(_state, "order", None)
     _state.order_now = None if order is None or may_wait(executor.fn) else order
     try:
-        with np.errstate(all="ignore"):  # numbers may overflow, as on a GPU
+        with np.errstate(all="ignore"), unrecorded():  # numbers may overflow, as on a GPU
             _original_call(executor, *args, **kwargs)
     finally:
         _state.order_now = _state.places = None
     if observer is not None:
         observer.finished()
+
+
+def _tensors(name: str, argument: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a kernel's tensors in an argument: itself, a group's fields, or a descriptor's."""
+    if isinstance(argument, torch.Tensor):
+        yield name, argument
+    elif isinstance(argument, TensorDescriptor):
+        yield name, argument.base
+    elif isinstance(argument, tuple):
+        fields = getattr(argument, "_fields", range(len(argument)))
+        for field, value in zip(fields, argument, strict=True):
+            yield from _tensors(f"{name}.{field}", value)
 
 
 def may_wait(function: Any) -> bool:

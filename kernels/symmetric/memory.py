@@ -115,6 +115,17 @@ class Home(ABC):
         if self._second is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._second)
 
+    def record_event(self) -> object:
+        """Return an event for `wait_event`: all launches so far on the current stream."""
+        if self._second is None:
+            return None
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def wait_event(self, event: object) -> None:
+        """Let the next launches on the current stream wait for an event."""
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream(self.device).wait_event(event)
+
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
         """Allocate a tensor with the same shape and dtype on all ranks, uninitialised. Collective.
 

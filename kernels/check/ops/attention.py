@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from weft.kernels.gpu.attention.distributed_decode import (
     distributed_decode_attention_workspace,
 )
 from weft.kernels.gpu.attention.inputs import PagedBatch
+from weft.kernels.gpu.attention.mixed import mixed_attention
 from weft.kernels.gpu.attention.mla import mla_decode_attention
 from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.sequence_parallel import (
@@ -32,18 +33,33 @@ HEADS, KV_HEADS, PAGE, SCALE = 4, 2, 16, 0.2
 CONTEXTS = (40, 1, 17, 90)
 """Context lengths of decoding requests, used in turn."""
 
+Batch = Literal["decodes", "prompts", "mixed"]
+"""The requests of a step: with one query each, with more, or both."""
+
 
 def _head_dim(s: Sizes) -> int:
     return -(-s.k // 2) * 2 if s.k <= 256 else 128
 
 
-def _step(m: int, decodes: bool, world: int = 1) -> tuple[Any, Any, Any]:
-    """Build query_start, context_len and block_table (on each rank) for a step with m queries.
+def _queries(m: int, batch: Batch) -> list[int]:
+    """Return each request's queries, m together.
 
-    The step has m decodes, or two prefill chunks; the second is empty if m is 1.
+    Prompts are two chunks; the second is empty if m is 1. In a mixed step, decodes come before a
+    prompt, and one after it: [1, 1, 5, 1] for m = 8. Three queries are a decode and a prompt.
     """
-    queries = [1] * m if decodes else [m - m // 2, m // 2]
-    contexts = [CONTEXTS[b % 4] if decodes else count + 7 for b, count in enumerate(queries)]
+    if batch == "decodes":
+        return [1] * m
+    if batch == "prompts":
+        return [m - m // 2, m // 2]
+    before, after = min(m, 1 + m // 8), int(m > 3)
+    return [1] * before + [m - before - after] + [1] * after
+
+
+def _step(m: int, batch: Batch, world: int = 1) -> tuple[Any, Any, Any]:
+    """Build query_start, context_len and block_table (on each rank) for a step with m queries."""
+    queries = _queries(m, batch)
+    alone = [count == 1 and batch != "prompts" for count in queries]
+    contexts = [CONTEXTS[b % 4] if alone[b] else count + 7 for b, count in enumerate(queries)]
     width = -(-max(contexts) // (PAGE * world))
     table = np.arange(len(queries) * width, dtype=np.int32)[::-1].reshape(-1, width)
     return np.cumsum([0, *queries], dtype=np.int32), np.array(contexts, np.int32), table
@@ -62,7 +78,7 @@ def _common(q: Tensor) -> Tensor:
     return torch.arange(q.numel(), device=q.device).sin().to(q.dtype).view(q.shape)
 
 
-def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> Op:
+def _attention(name: str, kind: Batch, fp8: bool = False, **options: Any) -> Op:
     """Make an entry for an attention op, over a cache [blocks, KV_HEADS, PAGE, D]."""
     shared = name == "distributed_decode_attention"
 
@@ -76,7 +92,7 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
         **tile: Any,
     ) -> Tensor:
         size = workspace.world_size if shared else 1
-        step = _step(len(q), decodes, size)
+        step = _step(len(q), kind, size)
         batch = PagedBatch.build(*step, block_size=PAGE, device=q.device, world_size=size)
         if fp8:
             keys, values, more = _cast_to_fp8(keys, values)
@@ -84,15 +100,19 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
         how["blocks"] = blocks and blocks[:2]
         if shared:
             return distributed_decode_attention(_common(q), keys, values, batch, workspace, **how)
-        op = decode_attention if decodes else paged_attention
-        return op(q, keys, values, batch, **how)
+        ops: dict[Batch, Callable[..., Tensor]] = {
+            "decodes": decode_attention,
+            "prompts": paged_attention,
+            "mixed": mixed_attention,
+        }
+        return ops[kind](q, keys, values, batch, **how)
 
     def oracle(
         qs: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> list[Tensor]:
-        starts, lengths, table = (x.tolist() for x in _step(len(qs[0]), decodes))
+        starts, lengths, table = (x.tolist() for x in _step(len(qs[0]), kind))
         if shared:
-            tables = [_step(len(qs[0]), True, len(qs))[2].tolist()] * len(qs)
+            tables = [_step(len(qs[0]), kind, len(qs))[2].tolist()] * len(qs)
             return reference.distributed_decode_attention(
                 [_common(q) for q in qs], keys, values, lengths, tables, scale=SCALE
             )
@@ -104,10 +124,10 @@ def _attention(name: str, decodes: bool, fp8: bool = False, **options: Any) -> O
         return out
 
     def rows(s: Sizes) -> int:  # fewer rows, because each has its own programs
-        return -(-s.m // (8 if decodes else 2))
+        return -(-s.m // (8 if kind == "decodes" else 2))
 
     def shapes(s: Sizes) -> Shapes:
-        blocks = _step(rows(s), decodes, s.world if shared else 1)[2].size
+        blocks = _step(rows(s), kind, s.world if shared else 1)[2].size
         cache = (blocks, KV_HEADS, PAGE, _head_dim(s))
         return [(rows(s), HEADS, _head_dim(s)), cache, cache]
 
@@ -142,13 +162,13 @@ def _mla_decode_attention(fp8: bool = False) -> Op:
         programs: int = 0,
         **tile: Any,
     ) -> Tensor:
-        batch = PagedBatch.build(*_step(len(q), True), block_size=PAGE, device=q.device)
+        batch = PagedBatch.build(*_step(len(q), "decodes"), block_size=PAGE, device=q.device)
         latents, more = cached(latents)
         how = {"splits": 2, **tile, "blocks": blocks and blocks[:2]}
         return mla_decode_attention(q, latents, batch, **how, **more)
 
     def oracle(qs: Sequence[Tensor], latents: Sequence[Tensor]) -> list[Tensor]:
-        step = [x.tolist() for x in _step(len(qs[0]), True)]
+        step = [x.tolist() for x in _step(len(qs[0]), "decodes")]
         return [
             reference.mla_decode_attention(q, each, *step, **more)
             for q, (each, more) in zip(qs, map(cached, latents), strict=True)
@@ -157,7 +177,7 @@ def _mla_decode_attention(fp8: bool = False) -> Op:
     def shapes(s: Sizes) -> Shapes:
         heads, rank, rope = _latents(s)
         rows = -(-s.m // 8)
-        return [(rows, heads, rank + rope), (_step(rows, True)[2].size, PAGE, rank + rope)]
+        return [(rows, heads, rank + rope), (_step(rows, "decodes")[2].size, PAGE, rank + rope)]
 
     return Op(
         "mla_decode_attention" + ("_fp8" if fp8 else ""),
@@ -213,10 +233,12 @@ def _sequence_parallel_attention(zigzag: bool) -> Op:
 
 
 ATTENTION = (
-    _attention("paged_attention", decodes=False),
-    _attention("paged_attention_fp8", decodes=False, fp8=True),
-    _attention("decode_attention", decodes=True, splits=4),
-    _attention("distributed_decode_attention", decodes=True, splits=2),
+    _attention("paged_attention", "prompts"),
+    _attention("paged_attention_fp8", "prompts", fp8=True),
+    _attention("decode_attention", "decodes", splits=4),
+    _attention("mixed_attention", "mixed", splits=3),
+    _attention("mixed_attention_fp8", "mixed", fp8=True, splits=3),
+    _attention("distributed_decode_attention", "decodes", splits=2),
     _mla_decode_attention(),
     _mla_decode_attention(fp8=True),
     _sequence_parallel_attention(zigzag=False),

@@ -450,12 +450,10 @@ def sequence_parallel_attention(
     dtype = triton_type(q.dtype)
     pieces = (size - 1) * parts * -(-length // workspace.chunk)
     copying, computing = workspace.divide(pieces, senders)
-    begun = None
     with workspace.beside():
         workspace.begin()
         peers = workspace.peers()
-        if q.is_cuda:
-            begun = torch.cuda.current_stream(q.device).record_event()
+        begun = workspace.record_event()
         if size > 1:
             push_parts[(copying,)](
                 keys=k,
@@ -474,8 +472,7 @@ def sequence_parallel_attention(
                 PARTS=parts,
                 BLOCK=BLOCK,
             )
-    if begun is not None:
-        torch.cuda.current_stream(q.device).wait_event(begun)
+    workspace.wait_event(begun)
     items = parts * -(-length // (tile.block_m // group)) * workspace.kv_heads
     attend_parts[(min(items, programs or computing),)](
         q=q,

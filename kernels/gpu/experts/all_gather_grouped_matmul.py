@@ -496,11 +496,9 @@ def all_gather_grouped_matmul(
         return out
     x_scale, rank, dtype = epilogue.x_scale, workspace.rank, triton_type(x_shard.dtype)
     all_scales, all_plans = Slots.of(workspace.scales), Slots.of(workspace.plans)
-    begun = None
     with workspace.beside():
         workspace.begin()
-        if x_shard.is_cuda:
-            begun = torch.cuda.current_stream(x_shard.device).record_event()
+        begun = workspace.record_event()
         if size > 1:
             parts = (size - 1) * (1 + -(-m * k // CHUNK))
             push_shard[(min(parts, senders or parts),)](
@@ -523,8 +521,7 @@ def all_gather_grouped_matmul(
                 MESH=topology == "mesh",
                 BLOCK=BLOCK,
             )
-    if begun is not None:
-        torch.cuda.current_stream(x_shard.device).wait_event(begun)
+    workspace.wait_event(begun)
     form = form_of(tiling, weights, epilogue, m, k)
     tiles = (size * pairs // tiling.block_m + len(own)) * weights.column_tiles(tiling.block_n, silu)
     itemsize = x_shard.itemsize

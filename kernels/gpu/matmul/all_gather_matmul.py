@@ -350,13 +350,11 @@ def all_gather_matmul(
         return out
     scales, rank = Slots.of(workspace.scales), workspace.rank
     dtype = triton_type(x_shard.dtype)
-    begun = None
     copying, computing = workspace.divide((size - 1) * chunks, senders)
     with workspace.beside():
         workspace.begin()
         peers = workspace.peers()
-        if x_shard.is_cuda:
-            begun = torch.cuda.current_stream(x_shard.device).record_event()
+        begun = workspace.record_event()
         if size > 1:
             push_rows[(copying,)](
                 x=x_shard,
@@ -374,8 +372,7 @@ def all_gather_matmul(
                 BLOCK_M=tiling.block_m,
                 BLOCK=BLOCK,
             )
-    if begun is not None:
-        torch.cuda.current_stream(x_shard.device).wait_event(begun)
+    workspace.wait_event(begun)
     if tiles := size * chunks * weights.column_tiles(tiling.block_n, silu):
         form = form_of(tiling, weights, epilogue, m, k)
         # No group has rows from two shards: one may arrive first. It is no constant, because each

@@ -174,7 +174,7 @@ class Workspace:
 
     Attributes:
         far: some ranks have no address (beyond NVLink: symmetric/nvshmem.py).
-        processors, beside, rejoin, compare, barrier: the home's.
+        processors, beside, rejoin, record_event, wait_event, compare, barrier: the home's.
         ops: names of the ops that take this workspace.
         max_polls: polls until a wait times out. You may set it at any time, for later calls. A
             captured CUDA graph keeps the value it was captured with.
@@ -228,6 +228,8 @@ class Workspace:
         self.processors = home.processors
         self.beside = home.beside
         self.rejoin = home.rejoin
+        self.record_event = home.record_event
+        self.wait_event = home.wait_event
         self.max_polls = signals.MAX_POLLS
         self.concurrent = home.device.type == "cuda"
         self.compare = home.compare

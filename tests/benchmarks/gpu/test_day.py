@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,22 +105,40 @@ def test_no_stage_outlives_the_day(
 
 
 def test_stages_run_side_by_side_beforehand_and_all_end(
-    module: Callable[[str], Any], stage: Callable[..., Any], tmp_path: Path
+    module: Callable[[str], Any],
+    stage: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each notes its process, and only the one that hangs is ended."""
+    """Each notes its process and waits for the others, and only the one that hangs is ended.
+
+    The clock stands still until the others have ended; then the time is over.
+    """
     child = tmp_path / "child.py"
     child.write_text(
-        "import os, sys, time\n"
-        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').close()\n"
-        "time.sleep(1000 * ('hang' in sys.argv[-1]))\n"
-        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.end', 'w').close()\n"
+        "import glob, os, sys, time\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "open(f'{folder}/{os.getpid()}.pid', 'w').close()\n"
+        "while len(glob.glob(f'{folder}/*.pid')) < 3 or 'hang' in sys.argv[-1]:\n"
+        "    time.sleep(0.01)\n"
+        "open(f'{folder}/{os.getpid()}.end', 'w').close()\n"
     )
+
+    def found(end: str) -> set[str]:
+        return {path.stem for path in tmp_path.glob(f"*.{end}")}
+
+    def clock() -> Iterator[float]:
+        yield 0.0
+        while len(found("end")) < 2:
+            time.sleep(0.01)
+        yield from itertools.repeat(10.0)
+
+    stages = module("harness.stages")
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=clock().__next__))
     command = [sys.executable, "-I", "-S", str(child)]
-    beforehand = module("harness.stages").compile_beforehand
-    beforehand((stage("a"), stage("hang"), stage("b")), command, 10.0)
-    begun, ended = ({path.stem for path in tmp_path.glob(f"*.{end}")} for end in ("pid", "end"))
-    assert (len(begun), len(ended)) == (3, 2)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in begun)
+    stages.compile_beforehand((stage("a"), stage("hang"), stage("b")), command, 10.0)
+    assert (len(found("pid")), len(found("end"))) == (3, 2)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found("pid"))
 
 
 def test_all_stages_fit_into_the_day(module: Callable[[str], Any]) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.costs import TILES, Config, Problem, device_for, space
 from weft.kernels.gpu.tuning.table import Entry
 
+TESTS = Path(__file__).parents[2]
 QUICK = ("sm_90",)
 VARIANTS = re.compile("_fp8|gate_up|_far|_zigzag")
 SAMPLE = ("all_gather_matmul_fp8", *(op.name for op in OPS if not VARIANTS.search(op.name)))
@@ -340,18 +340,23 @@ for launch in launches:
 """
 
 
-def test_faults_that_are_planted_in_kernels_are_problems(tmp_path: Path) -> None:
-    """The release is in assembly: before tl.atomic_*, Triton 3.9 puts a barrier by itself."""
-    path = tmp_path / "planted.py"
-    path.write_text(textwrap.dedent(PLANTED))
+def compiled_by(script: str, folder: Path) -> list[Compiled]:
+    """The rows that a script prints; kernels are compiled in it, and not interpreted."""
+    path = folder / "planted.py"
+    path.write_text(script)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(path)],
+        [sys.executable, "-W", "ignore", str(path), str(folder)],
         capture_output=True,
         text=True,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(TESTS)},
     )
     assert done.returncode == 0, done.stderr
-    rows = [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_faults_that_are_planted_in_kernels_are_problems(tmp_path: Path) -> None:
+    """The release is in assembly: before tl.atomic_*, Triton 3.9 puts a barrier by itself."""
+    rows = compiled_by(PLANTED, tmp_path)
     product, normalise, unordered, ordered, broken = (row.problems for row in rows)
     assert product == ["no tensor-core instruction"]
     assert len(normalise) == 1
@@ -363,6 +368,40 @@ def test_faults_that_are_planted_in_kernels_are_problems(tmp_path: Path) -> None
     assert ordered == []
     assert len(broken) == 1
     assert "as planted" in broken[0]
+
+
+PLANTED_LOOP = """
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from support.faults import planted
+
+from weft.kernels.check.aot import cases, describe, launches_of
+from weft.kernels.check.ops import attention
+from weft.kernels.check.ops.table import named
+from weft.kernels.gpu.attention import kernel, paged
+
+early = "following = load_pages(table, {} * BLOCK_N,"
+late = "page = load_pages(table, block * BLOCK_N,"
+changes = [(early.format("(block + 1)"), late), (early.format("next_block"), late)]
+changes.append(("        page = following\\n", ""))
+(op,) = named(["paged_attention"])
+for module in (paged, planted(paged, Path(sys.argv[1]), *changes, parts=[kernel])):
+    attention.paged_attention = module.paged_attention
+    (launch,) = launches_of(op, "sm_90", next(cases(op, "sm_90")))
+    print(json.dumps(asdict(describe(op.name, "sm_90", launch))))
+"""
+
+
+def test_attention_that_looks_pages_up_as_it_needs_them_has_no_copy_on_its_way(
+    tmp_path: Path,
+) -> None:
+    """Then Triton spends its stages on the pages; the real kernel looks them up one block early."""
+    real, late = compiled_by(PLANTED_LOOP, tmp_path)
+    assert (real.kernel, real.stages, real.problems) == ("attend", 3, [])
+    assert late.problems == ["3 stages, but no copy is on its way during a product"]
 
 
 def test_what_cannot_be_compiled_for_is_refused() -> None:

@@ -33,7 +33,7 @@ def gather_matmul(module: ModuleType, home: Home) -> list[Tensor]:
     workspace = module.all_gather_matmul_workspace(home, 20, 16, torch.float32, 16)
     x, w = torch.randn(20, 16), torch.randn(16, 20)
     options = {"blocks": BLOCKS, "programs": 2}
-    return [module.all_gather_matmul(x, w, workspace, **options) for _ in range(CALLS)]
+    return [module.all_gather_matmul(x.normal_(), w, workspace, **options) for _ in range(CALLS)]
 
 
 def matmul_scatter(module: ModuleType, home: Home) -> list[Tensor]:
@@ -87,6 +87,23 @@ def test_a_slot_that_is_reused_one_call_early_is_found(name: str, tmp_path: Path
     module, op = OPS[name]
     faulty = planted(module, tmp_path, ("slot_of(call) *", "0 *"), parts=[chunks])
     assert any("no order between" in finding for finding in findings(faulty, op))
+
+
+@pytest.mark.parametrize(
+    ("change", "race"),
+    [
+        (("workspace.wait_event(begun)", "pass"), ("count_calls.calls[", "store by", "load by")),
+        (("workspace.rejoin()", "pass"), ("push_rows.x[", "load by", "store by")),
+    ],
+    ids=["for the call's number", "for what it reads"],
+)
+def test_a_stream_that_does_not_wait_for_the_other_is_found(
+    change: tuple[str, str], race: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It counts the call and reads the operand, which no other rank has."""
+    faulty = planted(all_gather_matmul, tmp_path, change)
+    found = findings(faulty, gather_matmul)
+    assert any("beside" in f and all(part in f for part in race) for f in found)
 
 
 @pytest.mark.sweep

@@ -38,7 +38,7 @@ def load_from(buffers, out, peer, at):
 @triton.jit
 def load_and_tell(peers, out, rank, peer, FIRST: tl.constexpr):
     """Each program loads number 0; those from FIRST on tell a rank. Grid: (n,)."""
-    tl.store(out, tl.load(peer_pointer(peers.buffers, rank, tl.float32)))
+    tl.store(out + tl.program_id(0), tl.load(peer_pointer(peers.buffers, rank, tl.float32)))
     if tl.program_id(0) >= FIRST:
         notify(peers, peer, tl.program_id(0), 1)
 
@@ -93,7 +93,7 @@ class Bench:
         self.signals: SymmetricTensor = home.zeros("bench.signals", (4,), torch.int64)
         self.at = self.buffer.addresses
         self.peers = peers_of(self.signals, self.buffer)
-        self.out = torch.zeros(1)
+        self.out = torch.zeros(4)
 
 
 def no_order(found: list[str], *parts: str) -> bool:
@@ -127,7 +127,7 @@ def test_loads_on_both_streams_must_be_known_before_a_store() -> None:
         if home.rank == 0:
             with home.beside():
                 load_from[(1,)](bench.at, bench.out, 0, 0)
-            load_from[(1,)](bench.at, bench.out, 0, 0)
+            load_from[(1,)](bench.at, torch.zeros(1), 0, 0)
             if joined:
                 home.rejoin()
             tell[(1,)](bench.peers, 1, 0, 1)
@@ -211,6 +211,111 @@ def test_signals_that_begin_as_anything_are_found() -> None:
     assert "bench.garbage[0] of rank" in findings(worse, 2, 1)[0]
 
 
+# Tensors that only one rank has.
+
+
+@triton.jit
+def copy_number(x, out, source, to, STEP: tl.constexpr):
+    """Each program copies a number, STEP after the one of the program before. Grid: (n,)."""
+    at = tl.program_id(0) * STEP
+    tl.store(out + to + at, tl.load(x + source + at))
+
+
+@triton.jit
+def sum_last(x, parts, count, out, SEM: tl.constexpr, SCOPE: tl.constexpr):
+    """The program that counts last adds all programs' parts. Grid: (4,)."""
+    tl.store(parts + tl.program_id(0), tl.load(x + tl.program_id(0)))
+    if tl.atomic_add(count, 1, sem=SEM, scope=SCOPE) == 3:
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, 4))))
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "step", "kinds"),
+    [
+        (0, 4, 1, ()),
+        (0, 4, 0, ("store", "store")),  # all to one place
+        (1, 0, 1, ("load", "store")),  # each to the place that the one before reads
+    ],
+)
+def test_programs_of_a_launch_have_no_order(
+    source: int, to: int, step: int, kinds: tuple[str, ...]
+) -> None:
+    """Whatever order the seed draws for them; other launches come after all of them."""
+
+    def work(home: Home) -> None:
+        x = torch.arange(8.0)
+        for _ in range(2):
+            copy_number[(4,)](x=x, out=x, source=source, to=to, STEP=step)
+
+    found = findings(work, 1, SEEDS)
+    if kinds:
+        assert no_order(found, "copy_number.x[", "of rank 0", *kinds, "(launch 0, program (")
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    ("sem", "scope", "ordered"),
+    [
+        ("acq_rel", "gpu", True),
+        ("acq_rel", "sys", True),
+        ("acq_rel", "cta", False),
+        ("release", "gpu", False),
+        ("acquire", "gpu", False),
+        ("relaxed", "gpu", False),
+    ],
+)
+def test_an_atomic_orders_programs_of_one_gpu(sem: str, scope: str, ordered: bool) -> None:
+    def work(home: Home) -> None:
+        parts, count = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
+        given = {"x": torch.ones(4), "parts": parts, "count": count, "out": torch.zeros(1)}
+        sum_last[(4,)](**given, SEM=sem, SCOPE=scope)
+        assert given["out"].item() == 4
+
+    found = findings(work, 1, SEEDS)
+    if ordered:
+        assert found == []
+    else:
+        assert no_order(found, "sum_last.parts[", "store by", "load by")
+
+
+@pytest.mark.parametrize("how", ["rejoin", "event", "neither", "event before"])
+@pytest.mark.parametrize("reads", ["kernel", "torch"])
+def test_a_stream_waits_for_tensors_of_the_other(how: str, reads: str) -> None:
+    def work(home: Home) -> None:
+        x, out = torch.arange(8.0), torch.zeros(8)
+        with home.beside():
+            early = home.record_event()
+            copy_number[(8,)](x=x, out=out, source=0, to=0, STEP=1)
+            event = home.record_event()
+        if how == "rejoin":
+            home.rejoin()
+        elif how != "neither":
+            home.wait_event(event if how == "event" else early)
+        if reads == "torch":
+            assert out.sum() == 28
+        else:
+            copy_number[(8,)](x=out, out=torch.zeros(8), source=0, to=0, STEP=1)
+
+    found = findings(work, 1, SEEDS)
+    if how in ("rejoin", "event"):
+        assert found == []
+    else:
+        assert no_order(found, "copy_number.out[", "(launch 0 beside", "load by rank 0")
+
+
+def test_the_second_stream_begins_after_what_was_launched_before() -> None:
+    def work(home: Home) -> None:
+        x, out = torch.arange(8.0), torch.zeros(8)
+        for _ in range(2):
+            copy_number[(8,)](x=x, out=out, source=0, to=0, STEP=1)
+            with home.beside():
+                copy_number[(8,)](x=out, out=x, source=0, to=0, STEP=1)
+            home.rejoin()
+
+    assert findings(work, 1, SEEDS) == []
+
+
 # Words that carry their own signal.
 
 
@@ -228,7 +333,7 @@ def test_all_who_take_a_word_must_be_known_before_it_is_stored_over(joined: bool
         else:
             get_word[(1,)](bench.peers, out, 1, 0, 1)
             with home.beside():
-                get_word[(1,)](bench.peers, out, 1, 0, 1)
+                get_word[(1,)](bench.peers, torch.zeros(1, dtype=torch.int32), 1, 0, 1)
             if joined:
                 home.rejoin()
             put_word[(1,)](bench.at, 0, 1, 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,11 +18,13 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels.check import suite
+from weft.kernels.check.ops import attention
 from weft.kernels.check.ops.op import Op, Sizes
 from weft.kernels.check.ops.products import OVERLAPPED, in_fp8
 from weft.kernels.check.ops.table import OPS, named
 from weft.kernels.check.ranks import run
 from weft.kernels.check.suite import Check, checks, perform
+from weft.kernels.gpu.attention import decode, kernel, mixed, paged, sequence_parallel
 from weft.kernels.gpu.collectives import all_gather, all_gather_ll, chunks
 from weft.kernels.gpu.matmul import all_gather_matmul, matmul_reduce_scatter
 from weft.kernels.gpu.runtime import low_latency, signals
@@ -124,8 +128,9 @@ def test_a_check_draws_the_same_again() -> None:
     assert (first.m, first.k) != (other.m, other.k)
 
 
-def test_calls_differ_in_rows_tiles_and_programs() -> None:
-    """In one workspace, made for the largest call."""
+def test_calls_differ_in_rows_tiles_and_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one workspace, made for the largest call, if none is replayed."""
+    monkeypatch.setattr(suite, "CALLED", suite.CALLS)
     seen = []
 
     def record(*tensors: Tensor, **options: Any) -> Tensor:
@@ -214,6 +219,69 @@ def test_scales_of_others_are_found(
     )
     found = (f for seed in range(3) for f in perform(Check(scaled, 3, seed)).findings)
     assert any("differ from the oracle's" in f for f in found)
+
+
+@pytest.mark.parametrize("name", ["mixed_attention", "mixed_attention_fp8"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("tl.where(queries == 1, 0, queries)", "0 * queries"),
+        ("place = first * HEADS + row % HEADS", "place = row"),
+    ],
+    ids=["prompts that are left out", "decodes in their requests' rows"],
+)
+def test_faults_of_launches_for_decodes_and_prompts_are_found(
+    name: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = planted(mixed, tmp_path, change, parts=[kernel, paged, decode])
+    monkeypatch.setattr(attention, "mixed_attention", faulty.mixed_attention)
+    found = perform(Check(*named([name]), 1, 0)).findings
+    assert any("differ from the oracle's" in f for f in found)
+
+
+def test_splits_that_share_a_part_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs of a launch store to one element of a tensor that no other rank has."""
+    change = ("row = tl.cast(split, tl.int64) * rows + row", "row = tl.cast(row, tl.int64)")
+    faulty = planted(decode, tmp_path, change, parts=[kernel, paged])
+    monkeypatch.setattr(attention, "decode_attention", faulty.decode_attention)
+    found = perform(Check(*named(["decode_attention"]), 1, 0)).findings
+    for tensor in ("attend.out[", "attend.lse["):
+        assert any(f.startswith(tensor) and "no order between" in f for f in found)
+
+
+def test_an_op_that_ends_before_its_second_stream_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still reads operands that a caller may overwrite."""
+    faulty = planted(sequence_parallel, tmp_path, ("workspace.rejoin()", "pass"))
+    name = "sequence_parallel_attention"
+    monkeypatch.setattr(attention, name, getattr(faulty, name))
+    found = perform(Check(*named([name]), 2, 0)).findings
+    assert any(f.startswith("push_parts.") and "beside" in f for f in found)
+
+
+@pytest.mark.parametrize("called", [suite.CALLED, suite.CALLS])
+def test_a_call_that_the_host_counts_is_found_by_a_replay(
+    called: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is right in each call that the host makes, but a CUDA graph keeps it."""
+    monkeypatch.setattr(suite, "CALLED", called)
+    made = Counter[int]()
+
+    def gather(x: Tensor, workspace: Workspace) -> Tensor:
+        made[workspace.rank] += 1
+        number = torch.full((1,), made[workspace.rank])
+        workspace.peers = partial(Workspace.peers, workspace, calls=number)  # type: ignore[method-assign]
+        return all_gather.all_gather(x, workspace)
+
+    op = replace(GATHER, function=gather)
+    found = [f for seed in (0, 3, 6) for f in perform(Check(op, 2, seed)).findings]
+    if called == suite.CALLS:
+        assert found == []
+    else:
+        assert any("no order between" in f for f in found)
 
 
 def test_ops_have_names_of_their_own() -> None:

@@ -8,7 +8,7 @@ import * as settings from "./settings.js";
 const PATH = "v1/chat/completions";
 const STORE = "weft-conversation"; // in this tab's storage
 
-let model = "";
+let model; // until it is known, requests name none, and the server takes its own
 let turns = []; // { message, for the API; answers also have reasoning, facts, model }
 let running = null; // AbortController for the running answer
 let partial = () => []; // the running answer's turns
@@ -49,10 +49,10 @@ function showOld(turn, before) {
   append(results(answer, said.slice(0, answer.calls.length)));
 }
 
-/** Show the model's name if another model gave the answer before. */
+/** Show the model's name if another model gave the answer before; both must be known. */
 function showModel(name, before) {
   const last = before.findLast(({ message }) => message.role === "assistant");
-  if (last && last.model !== name) append(make("p", { class: "divider", text: name }));
+  if (name && last?.model && last.model !== name) append(make("p", { class: "divider", text: name }));
 }
 
 const question = (text) =>
@@ -89,10 +89,14 @@ function update(change) {
 /** Stay at the end, too, when a panel opens or the window changes. */
 export function followSize() {
   const log = find("conversation");
+  const room = () => `${log.clientWidth} ${log.clientHeight}`;
+  let known;
   log.addEventListener("scroll", () => {
+    if (room() !== known) return; // nobody scrolled: a panel took room, and the observer is next
     atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 120;
   });
   new ResizeObserver(() => {
+    known = room();
     if (atEnd) log.scrollTop = log.scrollHeight;
   }).observe(log);
 }

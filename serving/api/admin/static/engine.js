@@ -46,6 +46,11 @@ export class LiveView {
     });
   }
 
+  begin() {
+    this.begun = true;
+    this.wake();
+  }
+
   show(is) {
     this.open = is;
     this.wake();
@@ -54,7 +59,7 @@ export class LiveView {
   /** Ask at once, and from then on regularly. */
   async wake() {
     clearTimeout(this.timer);
-    if (this.asking || document.hidden) return;
+    if (!this.begun || this.asking || document.hidden) return;
     this.asking = true;
     try {
       this.take(await get(`engine?since=${this.last?.now ?? 0}`));

@@ -6,6 +6,8 @@ import { announce, find } from "./dom.js";
 import { LiveView } from "./engine.js";
 import * as settings from "./settings.js";
 
+const AGAIN = 5000; // milliseconds until the next greeting, if there was no answer
+
 const live = new LiveView(showStatus);
 
 function showStatus(text) {
@@ -21,10 +23,11 @@ async function greet() {
     find("model").textContent = data[0].id;
     document.title = `${data[0].id} · weft`;
     chat.setModel(data[0].id);
-    live.wake();
+    live.begin(); // only then may it say that the server is ready
   } catch (error) {
-    if (error.status === 401) wantKey();
-    else showStatus("no answer");
+    if (error.status === 401) return wantKey();
+    showStatus("no answer");
+    setTimeout(greet, AGAIN);
   }
 }
 

@@ -6,7 +6,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +152,7 @@ class Bounds:
 
     def atomics(self, atomics: Sequence[Atomic]) -> None: ...
 
-    def launched(self) -> None: ...
+    def launched(self, tensors: Mapping[str, Tensor]) -> None: ...
 
     def finished(self) -> None: ...
 

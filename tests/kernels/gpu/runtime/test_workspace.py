@@ -118,6 +118,7 @@ SEND_ONLY |= {"add_and_send"}  # waits for its own rank's product alone, which w
 
 
 ALONE = {"matmul", "paged_attention", "paged_attention_fp8", "decode_attention"}
+ALONE |= {"mixed_attention", "mixed_attention_fp8"}
 ALONE |= {"mla_decode_attention", "mla_decode_attention_fp8"}
 ALONE |= {op.name for op in OPS if op.name.startswith("grouped_") and "scatter" not in op.name}
 ALONE |= {op.name for op in ROW_OPS}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Error, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Error, Locator, Page, Response, Route, expect
 from support.browser import chromium, needs_chromium
 from support.echo_runner import LOADER, write_echo
 from support.server import Server, start_server
@@ -60,19 +60,30 @@ def visit(browser: Browser, server: Server, refused: int = 0, **options: Any) ->
     """
     complaints: list[str] = []
     hosts: set[str] = set()
+    refusals: list[str] = []
+
+    def came(response: Response) -> None:
+        if response.status >= 400:
+            refusals.append(f"{response.status} {response.request.method} {response.url}")
+
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}} | options)
     context.set_default_timeout(TIMEOUT)
     page = context.new_page()
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+    page.on("response", came)
     page.goto(server.url)
     expect(page.locator("#status")).to_have_text("ready")
-    yield page
+    try:
+        yield page
+    except BaseException as error:
+        error.add_note(f"refused: {refusals}; console: {complaints}")
+        raise
     context.close()
     assert hosts == {urlsplit(server.url).netloc}
     assert [text for text in complaints if "status of 4" not in text] == []
-    assert len(complaints) == refused
+    assert len(refusals) == refused, refusals
 
 
 @pytest.fixture
@@ -783,6 +794,57 @@ def test_the_newest_answer_stays_in_view(
         for name in ("Engine", "Table") if size["width"] < 900 else ("Table", "Engine", "Engine"):
             page.get_by_role("button", name=name, exact=True).click()
             expect(page.locator(".answer .note").last).to_be_in_viewport()
+
+
+def test_a_panel_that_opens_as_the_reader_scrolls_hides_no_answer(
+    browser: Browser, echoing: Server
+) -> None:
+    """The event of a scroll may come after the panel has taken its room."""
+    with visit(browser, echoing) as page:
+        said(page, "line\n\n" * 40 + "the end")
+        panel = page.get_by_role("button", name="Engine", exact=True)
+        panel.click()
+        expect(panel).to_have_attribute("aria-expanded", "false")
+        page.evaluate("""() => {
+          document.getElementById("conversation").scrollTop -= 1;
+          document.querySelector("[data-panel=engine]").click();
+        }""")
+        expect(panel).to_have_attribute("aria-expanded", "true")
+        expect(page.locator(".answer .note").last).to_be_in_viewport()
+
+
+def test_the_page_is_ready_once_the_model_is_known(browser: Browser, echoing: Server) -> None:
+    """Whoever asks earlier is answered, too."""
+    held: list[Route] = []
+    asked: list[str] = []
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.on("request", lambda request: asked.append(urlsplit(request.url).path))
+        page.route("**/v1/models", lambda route: held.append(route))
+        page.goto(echoing.url)
+        assert "model" not in ask(page, "one")
+        answered(page)
+        expect(page.locator(".answer .text")).to_have_text("one")
+        assert page.locator("#status").inner_text() == ""
+        assert "/engine" not in asked
+        (models,) = held
+        models.continue_()
+        expect(page.locator("#status")).to_have_text("ready")
+        assert ask(page, "two")["model"] == "echo"
+        answered(page)
+        expect(page.locator(".divider")).to_have_count(0)
+
+
+def test_a_server_that_does_not_answer_is_asked_again(browser: Browser, echoing: Server) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.clock.install()
+        page.route("**/v1/models", lambda route: route.abort(), times=1)
+        page.goto(echoing.url)
+        expect(page.locator("#status")).to_have_text("no answer")
+        page.clock.run_for(5000)
+        expect(page.locator("#model")).to_have_text("echo")
+        expect(page.locator("#status")).to_have_text("ready")
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
