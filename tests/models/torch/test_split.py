@@ -60,10 +60,15 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "one tensor": ("phi3", {"num_hidden_layers": 1}),
     "half turned": ("glm", {"num_hidden_layers": 1}),
     "not turned": ("smollm3", {"num_hidden_layers": 4}),
+    "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
+    "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
 }
 """Small models for Triton's slow interpreter: one layer, or two with pipeline stages."""
 
-FAMILIES = ("shared bias", "neighbours", "one tensor", "half turned", "not turned")
+FAMILIES = (
+    *("shared bias", "neighbours", "one tensor", "half turned", "not turned"),
+    *("scaled queries", "normed after turning"),
+)
 
 CASES: list[Case] = [
     *((model, "float32", Layout(tp=2)) for model in MODELS),
