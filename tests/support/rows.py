@@ -26,7 +26,7 @@ class Bounds:
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
 
-    def launched(self) -> None:
+    def launched(self, tensors: object) -> None:
         pass
 
     def finished(self) -> None:
