@@ -90,7 +90,7 @@ def page() -> str:
             of_all.append([f"`{name}`", *found])
             continue
         for cell, those in found.items():
-            rest = len(those) > len(families) // 2
+            rest = NOT_READ not in found and len(those) > len(families) // 2
             if cell != NOT_READ:
                 of_some.append([f"`{name}`", cell, "the others" if rest else ", ".join(those)])
     rope_rows = [

@@ -273,6 +273,8 @@ def _shape(spec: QuantSpec, codes: Entry) -> tuple[int, ...]:
     """
     shape, per_word = codes.shape, 32 // spec.bits
     match spec.format, shape:
+        case _ if 0 in shape:
+            pass
         case "fp8" | "int8", (_, _) | (_, _, _):
             return shape
         case "packed", (rows, words):
@@ -308,6 +310,10 @@ def _check_parts(matrix: Quantized) -> None:
     shapes += [lead] if rows == columns == 1 else []
     dtypes = ("U8",) if spec.format == "mxfp4" else SCALE_DTYPES
     _check_part(matrix.scales, shapes, dtypes)
+    if matrix.size is not None:
+        _check_part(matrix.size, [(2,)], ("I64", "I32"))
+    if matrix.order is not None:
+        _check_part(matrix.order, [(matrix.shape[1],)], ("I32",))
     if matrix.zeros is None:
         return
     if spec.format == "packed":

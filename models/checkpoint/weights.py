@@ -284,7 +284,9 @@ def _known_name(stored: str, known: Set[str]) -> str:
 
 def _is_extra_bias(name: str, entries: Mapping[str, Entry | Quantized]) -> bool:
     """Tell whether a name is the bias of a GPTQ matrix; AutoGPTQ gives one to every matrix."""
-    matrix = entries.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
+    if not name.endswith(".bias"):
+        return False
+    matrix = entries.get(_known_name(name.removesuffix("bias") + "weight", entries.keys()))
     return isinstance(matrix, Quantized) and matrix.spec.format in ("gptq", "gptq_v2")
 
 
@@ -324,8 +326,8 @@ def _check_tied(embedding: Entry | Quantized, lm_head: Entry | Quantized) -> Non
     for each in (embedding, lm_head):
         if isinstance(each, Quantized):
             raise ModelError(
-                f"{each.file}: {each.name} is quantized, but config.json says tie_word_embeddings "
-                "is true; set it to false to use both tensors"
+                f"{each.file}: {each.name} is quantized, but tie_word_embeddings is true; set it "
+                "to false in config.json to use both tensors"
             )
     one, other = (_open(each.file).get_slice(each.name) for each in (embedding, lm_head))
     shape = one.get_shape()
@@ -337,8 +339,8 @@ def _check_tied(embedding: Entry | Quantized, lm_head: Entry | Quantized) -> Non
         equal = equal and block.equal(other[start : start + rows])
     if not equal:
         raise ModelError(
-            f"{lm_head.file}: {LM_HEAD} differs from {embedding.name}, but config.json says "
-            "tie_word_embeddings is true; set it to false to use both tensors"
+            f"{lm_head.file}: {LM_HEAD} differs from {embedding.name}, but tie_word_embeddings is "
+            "true; set it to false in config.json to use both tensors"
         )
 
 

@@ -60,7 +60,10 @@ class Fields:
         value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
             raise self.error(name, "a number above 0")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.error(name, "a number that floating point can hold") from None
 
     def flag(self, name: str, default: bool) -> bool:
         """Read a boolean."""

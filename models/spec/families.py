@@ -45,18 +45,17 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     """
     whole = Fields(config, source)
     architecture = _architecture(whole)
-    fields, family, tied = _text_model(whole, architecture)
+    fields, family = _text_model(whole, architecture)
     refuse_others(fields, family.model_type)
     quantization = read_quantization(whole, fields)
     decoder = _decoder(fields, family)
-    of_tie = whole if whole.has("tie_word_embeddings") else fields
-    of_dtype = fields if fields.has("dtype") or fields.has("torch_dtype") else whole
-    tied = of_tie.flag("tie_word_embeddings", tied)
+    tied = _is_tied(whole, fields, architecture, family)
     layers = tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers))
     _check_layer_types(fields, decoder, layers)
     return ModelSpec(
         architecture=architecture,
-        dtype=_dtype(of_dtype),
+        # Quantized checkpoints without the field are of models that are published in bfloat16.
+        dtype=_dtype(whole, fields, "float32" if quantization is None else "bfloat16"),
         vocab_size=decoder.vocab,
         hidden_size=decoder.hidden,
         num_heads=decoder.heads,
@@ -82,7 +81,7 @@ def unread_fields(config: dict[str, Any]) -> list[str]:
     They have no effect in transformers either. A misspelt field has a suggestion.
     """
     whole = Fields(config, Path("config.json"))
-    fields, family, _ = _text_model(whole, _architecture(whole))
+    fields, family = _text_model(whole, _architecture(whole))
     names = [f"{fields.prefix}{name}" for name in unread(fields.values, family.model_type)]
     return names + unread_quantization(whole, fields)
 
@@ -94,24 +93,33 @@ def _architecture(fields: Fields) -> str:
     return architecture
 
 
-def _text_model(whole: Fields, architecture: str) -> tuple[Fields, Family, bool]:
-    """Return the language model's fields and family, and whether its LM head is tied by default.
+def _text_model(whole: Fields, architecture: str) -> tuple[Fields, Family]:
+    """Return the language model's fields and family.
 
     transformers goes by the type: another family's may have tensors with the same names.
     """
     if (family := FAMILIES.get(architecture)) is not None:
         whole.choice("model_type", (family.model_type,), default=family.model_type)
-        return whole, family, family.tied
+        return whole, family
     wrapper = WRAPPERS[architecture]
     whole.choice("model_type", (wrapper.model_type,), default=wrapper.model_type)
     families = {family.model_type: family for family in wrapper.texts}
     if whole.has("text_config"):
         fields = whole.section("text_config")
         kind = fields.choice("model_type", tuple(families), default=wrapper.texts[0].model_type)
-        return fields, families[kind], wrapper.tied
+        return fields, families[kind]
     # Older files have all fields side by side.
     own = {name: value for name, value in whole.values.items() if name not in WRAPPER}
-    return Fields(own, whole.source), wrapper.texts[0], wrapper.tied
+    return Fields(own, whole.source), wrapper.texts[0]
+
+
+def _is_tied(whole: Fields, fields: Fields, architecture: str, family: Family) -> bool:
+    """Tell whether the LM head is the embedding; `fields` are the language model's."""
+    name = "tie_word_embeddings"
+    tied = (whole if whole.has(name) else fields).flag(name, family.tied)
+    if (wrapper := WRAPPERS.get(architecture)) is not None and wrapper.text_ties:
+        return tied or fields.flag(name, False)
+    return tied
 
 
 def _decoder(fields: Fields, family: Family) -> Decoder:
@@ -388,8 +396,14 @@ def _ernie_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 def _hunyuan_attention(fields: Fields, decoder: Decoder, i: int) -> AttentionSpec:
     bias = fields.flag("attention_bias", False)
-    names = ("query_layernorm", "key_layernorm")
-    return decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="rotated head", norm_names=names)
+    return decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        norm="rotated head",
+        norm_names=("query_layernorm", "key_layernorm"),
+        rope=replace(decoder.rope, amplitude=1.0),  # the norms after it remove any other
+    )
 
 
 def _hunyuan(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
@@ -439,7 +453,7 @@ def _smollm3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     rotated = fields.array("no_rope_layers") or [
         int((layer + 1) % interval != 0) for layer in range(decoder.layers)
     ]
-    if len(rotated) != decoder.layers or not set(rotated) <= {0, 1}:
+    if len(rotated) != decoder.layers or any(each not in (0, 1) for each in rotated):
         raise fields.error("no_rope_layers", f"0 or 1 for each of the {decoder.layers} layers")
     window = _window(fields, default=None) if fields.flag("use_sliding_window", False) else None
     if fields.has("layer_types"):
@@ -490,12 +504,13 @@ class Wrapper:
     Attributes:
         model_type: its name in config.json.
         texts: the families that its text model may have; the first is the default.
-        tied: the value of `tie_word_embeddings` where config.json has none.
+        text_ties: `tie_word_embeddings` in the text model's fields counts also where the model's
+            own is false.
     """
 
     model_type: str
     texts: tuple[Family, ...]
-    tied: bool = False
+    text_ties: bool = False
 
 
 NEXT_LAYER = ("model.layers.{layers}.*",)
@@ -544,12 +559,12 @@ FAMILIES = {
 
 
 WRAPPERS = {
-    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", (QWEN2_VL,)),
-    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", (QWEN2_5_VL,)),
+    "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl", (QWEN2_VL,), text_ties=True),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl", (QWEN2_5_VL,), text_ties=True),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl", (QWEN3_VL,)),
     "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl_moe", (QWEN3_VL_MOE,)),
     "Mistral3ForConditionalGeneration": Wrapper(
-        "mistral3", (FAMILIES["MistralForCausalLM"], FAMILIES["Ministral3ForCausalLM"]), tied=True
+        "mistral3", (FAMILIES["MistralForCausalLM"], FAMILIES["Ministral3ForCausalLM"])
     ),
 }
 """Models for several modalities."""
@@ -574,10 +589,13 @@ SKIPPED = (
 saved, heads that predict several tokens, values for training, and image encoders."""
 
 
-def _dtype(fields: Fields) -> str:
-    """Read the weights' dtype; the default is float32, but released configs always name one."""
-    name = "dtype" if fields.has("dtype") else "torch_dtype"
-    return fields.choice(name, tuple(DTYPE_BYTES), default="float32")
+def _dtype(whole: Fields, fields: Fields, default: str) -> str:
+    """Read the weights' dtype; the language model's own `fields` come first."""
+    for holder in (fields, whole):
+        for name in ("dtype", "torch_dtype"):
+            if holder.has(name):
+                return holder.choice(name, tuple(DTYPE_BYTES), default)
+    return default
 
 
 def _window(fields: Fields, default: int | None) -> int | None:

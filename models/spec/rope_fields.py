@@ -14,6 +14,9 @@ from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
 from weft.models.spec.spec import RopeSpec
 
+MIN_TURNS = 1e-6
+"""Minimum of yarn's limits, in turns over the original context."""
+
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -62,7 +65,7 @@ def read_rope(fields: Fields, head_dim: int, family: RopeDefaults) -> RopeSpec:
     kind_field = "rope_type" if scaling.has("rope_type") else "type"
     kind = scaling.choice(kind_field, _kinds(family), default="default")
     if kind == "dynamic":  # a fixed factor in the base, and not one for each length
-        theta *= scaling.number("alpha") ** (head_dim / (head_dim - 2))
+        theta = _stretched(scaling, theta, head_dim)
     base = RopeSpec(
         theta,
         dim=_rotated(fields, scaling, head_dim, family),
@@ -89,6 +92,19 @@ def read_rope(fields: Fields, head_dim: int, family: RopeDefaults) -> RopeSpec:
     return _longrope(scaling, replace(scaled, max_len=context))
 
 
+def _stretched(scaling: Fields, theta: float, head_dim: int) -> float:
+    """Return the base for a context that is `alpha` times as long (NTK-aware scaling)."""
+    if head_dim <= 2:
+        raise scaling.error("alpha", f"no such field for heads with {head_dim} dimensions")
+    try:
+        stretched: float = theta * scaling.number("alpha") ** (head_dim / (head_dim - 2))
+    except OverflowError:
+        stretched = math.inf
+    if stretched == math.inf:
+        raise scaling.error("alpha", "a smaller number")
+    return stretched
+
+
 def _kinds(family: RopeDefaults) -> tuple[str, ...]:
     """Return the types of scaling that a family may have.
 
@@ -106,17 +122,19 @@ def _kinds(family: RopeDefaults) -> tuple[str, ...]:
 
 def _rotated(fields: Fields, scaling: Fields, head_dim: int, family: RopeDefaults) -> int:
     """Read how many dimensions of a head are rotated."""
-    default = family.rotated
-    if default is None:
+    if family.rotated is None:
         return head_dim
-    if family.model_type == "minimax_m2":
-        default = fields.integer("rotary_dim", head_dim) / head_dim
     name = "partial_rotary_factor"
     given = scaling if scaling.has(name) else fields
-    part = given.number(name, default)
+    if family.model_type == "minimax_m2" and not given.has(name):
+        dim = fields.integer("rotary_dim", head_dim, high=head_dim)
+        if dim % 2:
+            raise fields.error("rotary_dim", "an even number")
+        return dim
+    part = given.number(name, family.rotated)
     dim = int(head_dim * part)
     if part > 1 or dim % 2 or not dim:
-        raise given.error(name, f"an even number of the {head_dim} dimensions of a head")
+        raise given.error(name, f"a part with an even number of a head's {head_dim} dimensions")
     return dim
 
 
@@ -138,6 +156,11 @@ def _yarn(scaling: Fields, rope: RopeSpec) -> RopeSpec:
     slow, fast = scaling.number("beta_slow", 1.0), scaling.number("beta_fast", 32.0)
     if slow > fast:
         raise scaling.error("beta_slow", f"at most beta_fast, {fast}")
+    if slow < MIN_TURNS:
+        raise scaling.error("beta_slow", f"at least {MIN_TURNS}")
+    if rope.theta <= 1:
+        message = f"rope_theta is {rope.theta}; supported is more than 1 with yarn"
+        raise ModelError(f"{scaling.source}: {message}")
 
     def amplitude(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
@@ -158,6 +181,9 @@ def _yarn(scaling: Fields, rope: RopeSpec) -> RopeSpec:
 def _longrope(scaling: Fields, rope: RopeSpec) -> RopeSpec:
     """Read longrope's parameters (Ding et al. 2024)."""
     inferred = 1.0
+    if rope.original_max_len < 2:
+        message = "original_max_position_embeddings is 1; supported is at least 2 with longrope"
+        raise ModelError(f"{scaling.source}: {message}")
     if rope.factor > 1:
         inferred = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len))
     return replace(

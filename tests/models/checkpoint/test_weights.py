@@ -271,7 +271,7 @@ def test_a_tied_model_with_another_lm_head_is_refused(tmp_path: Path, row: int) 
         tensors["lm_head.weight"] = head
 
     _edit(path, change)
-    message = "lm_head.weight differs from model.embed_tokens.weight, but config.json says tie_"
+    message = "lm_head.weight differs from model.embed_tokens.weight, but tie_"
     with pytest.raises(ModelError, match=message):
         _load(path)
     for other in (torch.zeros(3), torch.zeros(3, dtype=torch.float8_e4m3fn)):

@@ -395,6 +395,19 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_theta": 10**400}, "rope_theta is 1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1}, "rope_theta is 1.0"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 1e-320}},
+            "rope_scaling.beta_slow is 1e-320; supported is at least 1e-06",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "longrope", "factor": 2.0},
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings is 1; supported is at least 2",
+        ),
         (
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
             "rope_parameters.short_factor is [1.0]; supported is a list with 8 numbers above 0",
@@ -463,6 +476,52 @@ def test_layer_types_are_checked(
     config = config_of(architecture) | flag
     with pytest.raises(ModelError, match=message):
         build_spec(config | {"layer_types": kinds}, SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "message"),
+    [
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [[1], [0]]}, "no_rope_layers is [[1], [0]]"),
+        (
+            "HunYuanDenseV1ForCausalLM",
+            {"rope_scaling": {"type": "dynamic", "alpha": 1e308}},
+            "rope_scaling.alpha is 1e+308; supported is a smaller number",
+        ),
+        (
+            "HunYuanDenseV1ForCausalLM",
+            {"rope_scaling": {"type": "dynamic", "alpha": 2.0}, "head_dim": 2},
+            "rope_scaling.alpha is 2.0; supported is no such field for heads with 2 dimensions",
+        ),
+        ("MiniMaxM2ForCausalLM", {"rotary_dim": 256}, "rotary_dim is 256; supported is at most 16"),
+        ("MiniMaxM2ForCausalLM", {"rotary_dim": 7}, "rotary_dim is 7; supported is an even number"),
+    ],
+)
+def test_values_of_one_family_are_refused_by_name(
+    architecture: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=f"^config.json: {re.escape(message)}"):
+        build_spec(config_of(architecture) | fields, SOURCE)
+
+
+def test_a_text_model_may_tie_its_table() -> None:
+    """transformers ties Qwen2-VL if either object says so; Mistral 3 only if config.json does."""
+    text = EACH | {"tie_word_embeddings": True}
+
+    def tied(architecture: str, outer: dict[str, Any], inner: dict[str, Any]) -> bool:
+        config = {"architectures": [architecture], "text_config": inner} | outer
+        return build_spec(config, SOURCE).lm_head is None
+
+    assert tied("Qwen2_5_VLForConditionalGeneration", {"tie_word_embeddings": False}, text)
+    assert not tied("Qwen3VLForConditionalGeneration", {"tie_word_embeddings": False}, text)
+    assert not tied("Mistral3ForConditionalGeneration", {}, EACH)
+    assert tied("Mistral3ForConditionalGeneration", {}, text)
+
+
+def test_quantized_weights_without_a_dtype_are_computed_in_bfloat16() -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    assert build_spec(config, SOURCE).dtype == "float32"
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert build_spec(config | fp8, SOURCE).dtype == "bfloat16"
 
 
 def test_sliding_layers_need_a_window() -> None:

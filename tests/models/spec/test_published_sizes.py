@@ -214,7 +214,6 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
                 "rope_theta": 1000000000.0,
                 "vocab_size": 131072,
             },
-            "tie_word_embeddings": False,
         },
     ),
     "qwen2.5-vl-7b": (

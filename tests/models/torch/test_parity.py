@@ -41,6 +41,14 @@ LONGROPE = {
         "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
     },
 }
+OF_16 = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+}
+"""longrope for heads with 16 dimensions, all rotated."""
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,6 +130,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
             "attention_bias": True,
         },
+    ),
+    "hunyuan_v1_dense, yarn": ("hunyuan_v1_dense", {"rope_parameters": YARN}),
+    "hunyuan_v1_moe, longrope": (
+        "hunyuan_v1_moe",
+        {"rope_parameters": OF_16, "original_max_position_embeddings": 4},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
     "hunyuan_v1_moe, experts by layer": ("hunyuan_v1_moe", {"moe_topk": [1, 3]}),
