@@ -212,6 +212,16 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         lambda tensors: tensors.update({f"{WEIGHT}_shape": torch.tensor([64, 90])}),
         f"{FILE}: {WEIGHT}_shape holds (64, 90); {WEIGHT}_packed and config.json say (64, 96)",
     ),
+    "shape of the stored shape": (
+        INT4,
+        lambda tensors: tensors.update({f"{WEIGHT}_shape": torch.tensor(64)}),
+        f"{FILE}: {WEIGHT}_shape has shape (); by config.json it is (2,)",
+    ),
+    "no rows": (
+        BLOCKS,
+        lambda tensors: tensors.update({WEIGHT: torch.zeros(0, 96).to(torch.float8_e4m3fn)}),
+        f"{FILE}: {WEIGHT} has shape (0, 96); no fp8 matrix has this shape",
+    ),
     "act-order": (
         "gptq, 4 bits",
         lambda tensors: tensors.update({f"{STEM}g_idx": tensors[f"{STEM}g_idx"].flip(0)}),
@@ -259,6 +269,16 @@ def test_an_ignored_module_may_not_be_quantized(sources: dict[str, Path], tmp_pa
     message = f"{WEIGHT} is F8_E4M3; by quantization_config in config.json, {WEIGHT} is not quant"
     with pytest.raises(ModelError, match=re.escape(message)):
         read_spec_and_weights(quantized)
+
+
+def test_biases_of_a_text_model_may_be_extra(sources: dict[str, Path], tmp_path: Path) -> None:
+    """AutoGPTQ writes a bias of zeros for each matrix, also under a prefix."""
+    quantized, _ = quantize(sources["llama"], tmp_path, FORMATS["gptq, 4 bits"])
+    tensors = load_file(quantized / FILE)
+    assert not tensors[f"{STEM}bias"].any()
+    renamed = {name.replace("model.", "model.language_model."): t for name, t in tensors.items()}
+    save_file(renamed, quantized / FILE)
+    read_all(quantized)
 
 
 def read_spec_and_weights(path: Path) -> Weights:
