@@ -62,10 +62,18 @@ QWEN3_MOE = {
     "rope_theta": 1000000.0,
     "torch_dtype": "bfloat16",
 }
+MINIMAX_SMALL = LLAMA_SMALL | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "intermediate_size": 512,
+    "rotary_dim": 64,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+}
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "llama": (LLAMA_8B, 1),
     "qwen3_moe": (QWEN3_MOE, 4),
     "small-llama": (LLAMA_SMALL, 1),
+    "small-minimax": (MINIMAX_SMALL, 4),
 }
 """A config, and the parts that experts are dealt out to."""
 

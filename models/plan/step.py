@@ -8,6 +8,7 @@ The list follows the models' own steps (models/torch/cpu_model.py, models/jax/mo
 | --- | --- | --- |
 | embedding | none, a lookup | tp > 1: all-reduce |
 | qkv | [T, hidden] x [hidden, q + 2 kv] | - |
+| norms | over all heads, if the model has them | tp > 1: all-reduce of two numbers |
 | attention | scores and values, over the KV cache | --cp: queries and parts |
 | o | [T, q] x [q, hidden] | tp > 1: all-reduce |
 | gate + up, down | the MLP | tp > 1: all-reduce |
@@ -274,6 +275,11 @@ class RankModel:
         q = attention.q.weight
         qkv = (q, attention.k.weight, attention.v.weight)
         yield self._product("qkv", tokens, qkv, self._into(tokens), times)
+        norm, size = attention.q_norm, self.layout.dense_size
+        if norm is not None and norm.spans_heads and size > 1 and tokens:
+            squares = 2 * tokens * FLOAT32  # the means of queries and keys
+            exchange = Exchange("all_reduce", "tensor", size, squares)
+            yield Operator("norms", 0, 2 * squares, (exchange,), times=times)
         seen = float("inf") if attention.sliding_window is None else attention.sliding_window
         # A rank has its part of the keys, for the heads of all ranks that share them.
         decode_keys = batch.decodes * min(batch.decode_context, seen) / cp

@@ -92,7 +92,7 @@ def planned(model: str, devices: int, folder: Path, *, overlapped: bool) -> list
     return [operator for operator in rank.operators(batch) if operator.exchanges]
 
 
-@pytest.mark.parametrize(("model", "topology"), STEP_CASES)
+@pytest.mark.parametrize(("model", "topology"), [*STEP_CASES, ("small-minimax", "v5e:2x2")])
 @pytest.mark.timeout(1800)
 def test_the_planner_counts_the_bytes_of_the_compiled_step(
     model: str, topology: str, tmp_path: Path
