@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.recorded_config import Recorder
 from transformers import CONFIG_MAPPING, cache_utils, masking_utils, modeling_rope_utils
 from transformers.integrations import moe
 
@@ -68,22 +69,6 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 ALONE = {family.model_type: name for name, family in FAMILIES.items()}
 WRAPPED = {text.model_type: name for name, wrapper in WRAPPERS.items() for text in wrapper.texts}
 families = pytest.mark.parametrize("model_type", [family.model_type for family in ALL_FAMILIES])
-
-
-class Recorder(dict[str, Any]):
-    """A config that records which names are read."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.names: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.names.add(name)
-        return super().get(name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        self.names.add(name)
-        return super().__getitem__(name)
 
 
 @families

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.quantized import AWQ, EXPERT_FORMATS, FORMATS, FP8, GPTQ, MODELOPT, compressed
+from support.recorded_config import Recorder
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from weft.errors import ModelError
@@ -210,18 +211,6 @@ def test_unknown_fields_are_named() -> None:
     config = LLAMA | {"quantization_config": section}
     assert build_spec(config, Path("config.json")).quantization is not None
     assert unread_fields(config) == ["quantization_config.colour"]
-
-
-class Recorder(dict[str, Any]):
-    """A section that records which names are read."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.names: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.names.add(name)
-        return super().get(name, default)
 
 
 @pytest.mark.parametrize("method", METHODS)
