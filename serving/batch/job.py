@@ -150,7 +150,7 @@ class Job:
                 status, body, line = await self._answer(row, post)
             except RowPostponed:
                 return
-            outcome = msgspec.json.decode(body, type=_Outcome)
+            outcome = _outcome.decode(body)
             file = 0 if status == 200 else len(self._journal.paths) - 1
             answer = Answer(row.index, file, msgspec.json.encode(line) + b"\n")
             await writer.add(order, Line(answer, status, outcome.usage.tokens))
@@ -329,6 +329,9 @@ class _Outcome(msgspec.Struct):
 
     usage: _Usage = msgspec.field(default_factory=_Usage)
     error: _Error | None = None
+
+
+_outcome = msgspec.json.Decoder(_Outcome)
 
 
 class _Alike:

@@ -65,6 +65,9 @@ _LASTS = f"(? IS NULL OR {_EXPIRY} IS NULL OR {_EXPIRY} > ?)"
 _OWNED = "(? IS NULL OR owner = ?)"
 _OURS = re.compile("file-[0-9a-f]{32}")  # from objects.new_id; other files are not ours
 
+_file = msgspec.json.Decoder(FileObject)
+_batch = msgspec.json.Decoder(BatchObject)
+
 logger = logging.getLogger(__name__)
 
 
@@ -143,7 +146,7 @@ class Store:
 
     def file(self, id: str, owner: str | None) -> FileObject:
         """Return a file by its id; RequestError 404 if the owner has no such file."""
-        return msgspec.json.decode(self._get("file", id, owner)[0], type=FileObject)
+        return _file.decode(self._get("file", id, owner)[0])
 
     def content(self, id: str, owner: str | None) -> Path:
         """Return the path of a file's content; RequestError 404 if the owner has no such file."""
@@ -163,7 +166,7 @@ class Store:
             *[purpose] * 2,
             limit + 1,
         )
-        return [msgspec.json.decode(body, type=FileObject) for (body,) in rows]
+        return [_file.decode(body) for (body,) in rows]
 
     def delete_file(self, id: str, owner: str | None) -> None:
         """Delete a file and its content.
@@ -220,7 +223,7 @@ class Store:
 
     def batch(self, id: str, owner: str | None) -> BatchObject:
         """Return a batch by its id; RequestError 404 if the owner has no such batch."""
-        return msgspec.json.decode(self._get("batch", id, owner)[0], type=BatchObject)
+        return _batch.decode(self._get("batch", id, owner)[0])
 
     def batches(
         self,
@@ -241,7 +244,7 @@ class Store:
             *[kind] * 2,
             limit + 1,
         )
-        return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
+        return [_batch.decode(body) for (body,) in rows]
 
     def delete_batch(self, id: str, owner: str) -> None:
         """Delete a batch with its input and output files.
@@ -294,7 +297,7 @@ class Store:
         """
         with self._db.transaction() as db:
             body, batch_owner = self._get("batch", id, owner)
-            batch = update(msgspec.json.decode(body, type=BatchObject))
+            batch = update(_batch.decode(body))
             db.execute(
                 "UPDATE batch SET status = ?, body = ? WHERE id = ?",
                 (batch.status, msgspec.json.encode(batch), id),
@@ -317,7 +320,7 @@ class Store:
     def _with_status(self, statuses: Sequence[BatchStatus]) -> list[BatchObject]:
         marks = ", ".join("?" * len(statuses))
         rows = self._db.all(f"SELECT body FROM batch WHERE status IN ({marks})", *statuses)
-        return [msgspec.json.decode(body, type=BatchObject) for (body,) in rows]
+        return [_batch.decode(body) for (body,) in rows]
 
     def _number(self, kind: str, id: str | None, owner: str) -> int | None:
         if id is None:

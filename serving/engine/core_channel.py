@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 LINGER = 2000  # ms for the core's last messages to leave
 MAX_PATH = 100  # a unix socket's path may have 107 bytes
 
+_decoder = msgspec.msgpack.Decoder(ToCore)
+
 
 def addresses(base: str) -> tuple[str, str]:
     """Return the addresses of the sockets to the core and from it.
@@ -49,7 +51,6 @@ class CoreChannel:
         self._inbox.connect(to_core)
         self._outbox.connect(from_core)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToCore)
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +71,7 @@ class CoreChannel:
         """Return all messages that have arrived; waits up to `timeout` seconds for the first."""
         messages: list[ToCore] = []
         while self._inbox.poll(0 if messages else int(timeout * 1000)):
-            messages.append(self._decoder.decode(self._inbox.recv()))
+            messages.append(_decoder.decode(self._inbox.recv()))
         return messages
 
     def send(self, message: FromCore) -> None:

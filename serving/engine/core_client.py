@@ -52,6 +52,8 @@ TURN = 32  # messages handled before readers run, so that piled-up outputs reach
 LAST_WORDS = 0.2  # seconds for the last messages after a core has ended
 STEADY = 60.0  # seconds after which an idle core counts as working
 
+_decoder = msgspec.msgpack.Decoder(FromCore)
+
 logger = logging.getLogger(__name__)
 
 
@@ -88,7 +90,6 @@ class CoreClient:
         self._shutting_down = self._has_answered = False
         self._spawned = self._last_progress = time.monotonic()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._outbox = zmq.Context(self._context).socket(zmq.PUSH)
@@ -196,7 +197,7 @@ class CoreClient:
         if not receive.done():
             how = self._core.ended.result() or "ended"
             raise EngineError(f"{self.name} {how} while it was loading")
-        message: FromCore = self._decoder.decode(receive.result())
+        message: FromCore = _decoder.decode(receive.result())
         return message
 
     async def serve(self) -> None:
@@ -293,7 +294,7 @@ class CoreClient:
                 self._last_progress += max(0.0, time.monotonic() - before - tick)
             if receive.done():
                 for _ in range(TURN):
-                    message = self._decoder.decode(receive.result())
+                    message = _decoder.decode(receive.result())
                     if isinstance(message, Failed):
                         raise EngineError(self._named(message.message))
                     assert isinstance(message, Outputs)

@@ -256,6 +256,11 @@ class SamplingParams(
             _within("logit_bias", bias, _BIAS, where=f"logit_bias[{token}]")
 
 
+# msgspec describes a type when it is first used, and crashes if two threads do so at once.
+msgspec.json.Decoder(SamplingDefaults)
+msgspec.json.Decoder(SamplingParams)
+
+
 def _within(param: str, value: float, allowed: Range, *, where: str | None = None) -> None:
     """Raise RequestError unless the value is in the range."""
     low, high, low_open = allowed

@@ -46,6 +46,9 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
     revision: str | None
 
 
+_reports = msgspec.json.Decoder(Transferred | Fetched | Failed)
+
+
 def is_here(config: EngineConfig, *, weights: bool = True) -> bool:
     """Return whether the model and the tokenizer are on this machine.
 
@@ -108,11 +111,10 @@ async def _run_child(orders: FetchOrders) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(msgspec.json.encode(orders) + b"\n")
-    decoder = msgspec.json.Decoder(Transferred | Fetched | Failed)
     try:
         with ByteProgress(f"download {orders.model}") as shown:
             async for line in process.stdout:
-                match decoder.decode(line):
+                match _reports.decode(line):
                     case Transferred(done, total):
                         shown.set(done, total)
                     case Fetched():

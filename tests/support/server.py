@@ -29,6 +29,7 @@ TESTS = Path(__file__).parent.parent
 TIMEOUT = 120.0  # seconds; a loaded machine takes long to import torch
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT["PYTHONFAULTHANDLER"] = "1"
 
 # `weft serve` with another way to load the model: argv is the settings and the loader's name.
 _WITH_LOADER = """
@@ -183,6 +184,12 @@ def start_server(
             _wait_healthy(process, file, url)
         with httpx.Client(base_url=url, timeout=TIMEOUT) as http:
             yield Server(url, Path(model).name, process, file, http)
+    except Exception as error:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be about to end
+            process.wait(timeout=1)
+        error.add_note(f"the server's exit code is {process.returncode}; it said:")
+        error.add_note(file.read_text(errors="replace")[-10_000:])
+        raise
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -51,6 +51,8 @@ Prepare = Callable[[Config], Call]
 """Config -> a function that calls the op with this config, on this rank. It allocates no symmetric
 memory for a config: one workspace, made for the smallest tile, serves all configs."""
 
+_entries = msgspec.json.Decoder(list[tuple[tuple[str, int, int, int, int, int], Config]])
+
 CANDIDATES = 16
 REPETITIONS = 7
 CALLS = 5
@@ -205,8 +207,7 @@ class Choice:
             return msgspec.json.encode(found).decode()
 
         found = from_first_rank(home, look)
-        kind = list[tuple[tuple[str, int, int, int, int, int], Config]]
-        self._tuned = dict(msgspec.json.decode(found, type=kind))
+        self._tuned = dict(_entries.decode(found))
 
     def __call__(
         self,

@@ -78,6 +78,10 @@ class _Head(msgspec.Struct):
     format: int
 
 
+_file = msgspec.json.Decoder(_File)
+_head = msgspec.json.Decoder(_Head)
+
+
 Table = dict[Key, Entry]
 
 
@@ -132,9 +136,9 @@ def load(path: Path) -> Table:
     except OSError as error:
         raise TuningError(f"{path}: {error.strerror}") from error
     try:
-        if msgspec.json.decode(data, type=_Head).format != FORMAT:
+        if _head.decode(data).format != FORMAT:
             return {}
-        entries = msgspec.json.decode(data, type=_File).entries
+        entries = _file.decode(data).entries
     except msgspec.MsgspecError as error:
         raise TuningError(
             f"{path} is not a valid tuning file: {error}. Remove it to tune again"
@@ -170,7 +174,7 @@ def _require_own_format(path: Path) -> None:
     """Refuse to overwrite a file with another format."""
     if path.exists():
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=_Head).format
+            found = _head.decode(path.read_bytes()).format
         except msgspec.MsgspecError:
             return  # load raises a better error
         if found != FORMAT:

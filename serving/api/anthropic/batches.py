@@ -251,6 +251,10 @@ class _Input(msgspec.Struct):
     custom_id: str
 
 
+_outputs = msgspec.json.Decoder(_Line)
+_inputs = msgspec.json.Decoder(_Input)
+
+
 def _content(store: Store, id: str | UnsetType) -> Path | None:
     """Return a file's path; None if there is no file."""
     if isinstance(id, str):
@@ -262,7 +266,7 @@ def _content(store: Store, id: str | UnsetType) -> Path | None:
 def _lines(path: Path | None) -> Iterator[_Line]:
     if path is not None:
         with path.open("rb") as file:
-            yield from (msgspec.json.decode(line, type=_Line) for line in file)
+            yield from (_outputs.decode(line) for line in file)
 
 
 def _is_expired(line: _Line) -> bool:
@@ -297,7 +301,7 @@ def _result_lines(
         rest = shapes.Errored(shapes.AnthropicError(detail))
     with inputs.open("rb") as file:
         for row in file:
-            if (id := msgspec.json.decode(row, type=_Input).custom_id) not in done:
+            if (id := _inputs.decode(row).custom_id) not in done:
                 yield shapes.BatchResult(id, rest)
 
 

@@ -14,6 +14,7 @@ from weft.serving.api.errors import Error, ErrorResponse
 from weft.serving.api.middleware.request_context import current
 
 _PATH = "/v1/messages"
+_error = msgspec.json.Decoder(ErrorResponse)
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -80,5 +81,5 @@ class AnthropicErrors:
 def _rewritten(status: int, body: bytes) -> bytes:
     if not body:  # the client has disconnected
         return body
-    error = msgspec.json.decode(body, type=ErrorResponse).error
+    error = _error.decode(body).error
     return msgspec.json.encode(anthropic_error(status, error))

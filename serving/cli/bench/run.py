@@ -205,7 +205,7 @@ async def find_model(benchmark: Benchmark) -> str:
     if status in (401, 403):
         raise ConfigError(f"{url} answers {status}: it needs an API key; set --api-key")
     try:
-        names = [model.id for model in msgspec.json.decode(body, type=_Models).data]
+        names = [model.id for model in _models.decode(body).data]
     except msgspec.MsgspecError:
         names = []
     if benchmark.model is None and not names:
@@ -227,6 +227,8 @@ class _Model(msgspec.Struct):
 class _Models(msgspec.Struct):
     data: list[_Model]
 
+
+_models = msgspec.json.Decoder(_Models)
 
 DEFAULT_USERS = (1, 4, 16)
 INTERRUPTED = 130  # exit status

@@ -45,6 +45,8 @@ PATIENCE = 2.0
 SHARE = 4
 """A key may have 1 / SHARE of the waiting grammars."""
 
+_answer = msgspec.msgpack.Decoder(Answer)
+
 logger = logging.getLogger(__name__)
 
 
@@ -301,7 +303,7 @@ async def _receive(process: asyncio.subprocess.Process) -> Answer:
     except (asyncio.IncompleteReadError, ConnectionError):
         how = how_it_ended(await process.wait()) or "has ended"
         raise EngineError(f"the grammar compiler {how}") from None
-    return msgspec.msgpack.decode(data, type=Answer)
+    return _answer.decode(data)
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

@@ -29,6 +29,9 @@ from weft.serving.executor import child_process
 MAX_MEMORY = 1 << 30  # bytes for one attempt
 MIN_SECONDS = 1e-6  # a timer's unit
 
+_order = msgspec.msgpack.Decoder(Start | Stop)
+_answer = msgspec.msgpack.Decoder(Answer)
+
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # prctl: a signal for this process when its parent dies
 
@@ -79,7 +82,7 @@ class Worker:
                     for attempt in self._attempts.values():
                         os.kill(attempt.pid, signal.SIGKILL)
                     return
-                order = msgspec.msgpack.decode(data, type=Start | Stop)
+                order = _order.decode(data)
                 if isinstance(order, Start):
                     self._start(order)
                 elif order.number in self._attempts:
@@ -132,7 +135,7 @@ class Worker:
         with attempt.file as file:
             file.seek(0)
             if code == 0:
-                answer = msgspec.msgpack.decode(file.read(), type=Answer)
+                answer = _answer.decode(file.read())
             elif code == -signal.SIGPROF:
                 answer = Answer(late=True)
             else:

@@ -58,6 +58,8 @@ MAX_STRANGERS = 256
 CHECK_INTERVAL = 1.0
 """Maximum seconds between two checks for expired connections."""
 
+_knock = msgspec.msgpack.Decoder(Knock)
+
 logger = logging.getLogger(__name__)
 
 
@@ -120,7 +122,6 @@ class JoinListener:
         self._strangers: dict[int, None] = {}  # descriptors for connections before their Knock
         self._failures = 0  # logged failures with an open connection
         self._pending: list[_PendingNode] = []
-        self._knocks = msgspec.msgpack.Decoder(Knock)
         try:
             self._socket.bind(endpoint(config.node_address or "*", config.node_port))
         except zmq.ZMQError as error:
@@ -209,7 +210,7 @@ class JoinListener:
         self._read_monitor()  # knows this connection by now
         self._strangers.pop(int(frame.get(zmq.SRCFD)), None)
         try:
-            knock = self._knocks.decode(frame.bytes)
+            knock = _knock.decode(frame.bytes)
         except msgspec.DecodeError as error:
             logger.warning("rejected a node: %s", error)
             return

@@ -114,6 +114,7 @@ SEND_ONLY |= {"scatter_local", "publish_parts", "push_rows", "put", "attend_and_
 SEND_ONLY |= {"push_shard", "find_pairs", "place_tokens", "return_tokens"}
 SEND_ONLY |= {"cross_nodes", "return_sums"}
 SEND_ONLY |= {"add_and_send"}  # waits for its own rank's product alone, which waits for nobody
+SEND_ONLY |= {"push_parts"}  # waits for an earlier call alone
 """Kernels that wait for nobody: of them there may be as many programs as there is work."""
 
 

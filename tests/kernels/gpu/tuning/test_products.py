@@ -51,9 +51,13 @@ def test_a_way_takes_its_ops_cheapest_configurations() -> None:
 
 @pytest.mark.parametrize("device", GPUS, ids=[gpu.name for gpu in GPUS])
 def test_the_ways_cross(device: Gpu) -> None:
-    """A few rows are faster on all ranks, and many are faster in parts."""
+    """A few rows are faster on all ranks, and many are faster in parts.
+
+    Over PCIe, as between L40S, few rows are faster in parts, too: a rank sends each of them once,
+    and not to all ranks.
+    """
     few, medium, many = seconds(device, 16)
-    assert few < min(medium, many)
+    assert few < min(medium, many) if device.name != "L40S" else many < min(few, medium)
     few, medium, many = seconds(device, 4096)
     assert many < min(few, medium)
 
