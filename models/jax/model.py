@@ -28,7 +28,7 @@ from weft.models.jax.experts import dense, gated, run_experts
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import TENSOR
 from weft.models.jax.parameters import Attention, Mlp, Moe, Params
-from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 Cache = tuple[jax.Array, ...]
 """One array per layer, [num_blocks, Hk, block_size, 2 D]."""
@@ -84,14 +84,14 @@ def forward(
         update, pages = _attend(
             spec, layer, own.attention, shape, x, turns[layer.attention.rope], pages, plan
         )
-        x = _add(x, update)
+        x = _add(x, _norm(layer.attention_output_norm, own.attention_output_norm, update))
+        normed = _norm(layer.feed_forward_norm, own.feed_forward.norm, x)
         if isinstance(own.feed_forward, Moe):
             assert isinstance(layer.feed_forward, MoeSpec)
-            normed = rms_norm(x, own.feed_forward.norm, layer.feed_forward_norm.eps)
             update = run_experts(layer.feed_forward, own.feed_forward, shape, normed)
         else:
-            update = _feed_forward(layer.feed_forward_norm.eps, own.feed_forward, shape, x)
-        x = _add(x, update)
+            update = _feed_forward(own.feed_forward, shape, normed)
+        x = _add(x, _norm(layer.feed_forward_output_norm, own.feed_forward_output_norm, update))
         new_cache.append(pages)
     logits = head(spec, vocab_size, params, _rows(x, batch.rows, sharded=shape.sharded))
     return logits, x, tuple(new_cache)
@@ -181,7 +181,7 @@ def _attend(
     """Return attention(norm(x)), and the layer's cache with the new keys and values."""
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     attention = layer.attention
-    qkv = block_input(rms_norm(x, own.norm, layer.attention_norm.eps), *own.qkv, shape)
+    qkv = block_input(_norm(layer.attention_norm, own.norm, x), *own.qkv, shape)
     qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
     q_norm, k_norm = attention.q_norm, attention.k_norm
@@ -221,17 +221,21 @@ def _norm_heads(
     ]
 
 
-def _feed_forward(eps: float, own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
-    """down(silu(gate(norm(x))) * up(norm(x)))."""
-    normed = rms_norm(x, own.norm, eps)
+def _norm(spec: NormSpec | None, weight: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Apply a norm of the residual stream or of a block's output, if there is one."""
+    return x if spec is None or weight is None else rms_norm(x, weight, spec.eps)
+
+
+def _feed_forward(own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:
+    """down(silu(gate(x)) * up(x))."""
     if shape.weights_travel:
         gate, up = jnp.split(own.gate_up.weight, 2, axis=1)
         bias = own.gate_up.bias
         gate_bias, up_bias = (None, None) if bias is None else jnp.split(bias, 2)
         part = MlpPart(gate, up, gate_bias, up_bias, own.down.weight)
-        out = weight_gathered_mlp(normed, part, gated).astype(x.dtype)
+        out = weight_gathered_mlp(x, part, gated).astype(x.dtype)
         return out if own.down.bias is None else out + own.down.bias
-    return dense(own, shape, normed)
+    return dense(own, shape, x)
 
 
 def _rows(x: jax.Array, rows: jax.Array, *, sharded: bool) -> jax.Array:

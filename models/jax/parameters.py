@@ -49,7 +49,7 @@ class Linear(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Norm [hidden]; qkv [hidden, (H + 2 Hk) D] and o on each device.
+    """Norm [hidden] or None; qkv [hidden, (H + 2 Hk) D] and o on each device.
 
     The norms of queries and keys are [head_dim], [H D] and [Hk D] on each device, or None.
     """
@@ -62,7 +62,7 @@ class Attention(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """Norm [hidden], or None in experts; on each device, gate_up [hidden, 2 x width] and down."""
+    """Norm [hidden] or None; on each device, gate_up [hidden, 2 x width] and down."""
 
     norm: Any
     gate_up: Linear
@@ -70,7 +70,7 @@ class Mlp(NamedTuple):
 
 
 class Moe(NamedTuple):
-    """Norm [hidden]; router [hidden, experts], its bias [experts] or None; a device's experts.
+    """Norm [hidden] or None; router [hidden, experts]; its bias [experts] or None; own experts.
 
     Gate and up are [experts, hidden, width], down is [experts, width, hidden]. The shared MLP and
     its gate [hidden, 1] may be None.
@@ -87,10 +87,12 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer."""
+    """One layer; the norms of its blocks' outputs are [hidden], or None."""
 
     attention: Attention
+    attention_output_norm: Any
     feed_forward: Mlp | Moe
+    feed_forward_output_norm: Any
 
 
 class Params(NamedTuple):
@@ -131,10 +133,12 @@ def describe(spec: ModelSpec, layout: Layout) -> Params:
         embedding=_table(spec.embedding, each),
         layers=tuple(
             Layer(
-                _attention(layer.attention_norm, layer.attention, own.attention),
-                _moe(layer.feed_forward_norm, layer.feed_forward, own.feed_forward)
+                attention=_attention(layer.attention_norm, layer.attention, own.attention),
+                attention_output_norm=_norm(layer.attention_output_norm),
+                feed_forward=_moe(layer.feed_forward_norm, layer.feed_forward, own.feed_forward)
                 if isinstance(layer.feed_forward, MoeSpec)
                 else _mlp(layer.feed_forward_norm, layer.feed_forward, own.feed_forward),
+                feed_forward_output_norm=_norm(layer.feed_forward_output_norm),
             )
             for layer, own in zip(spec.layers, local.layers, strict=True)
         ),
@@ -226,9 +230,9 @@ def _numpy(x: Tensor) -> Part:
     return np.array(x.numpy())
 
 
-def _norm(norm: NormSpec) -> Parameter:
-    """Describe a norm, which every device has."""
-    return _vector(norm.weight)
+def _norm(norm: NormSpec | None) -> Parameter | None:
+    """Describe a norm, which every device has; None if there is none."""
+    return None if norm is None else _vector(norm.weight)
 
 
 def _vector(weight: WeightSpec) -> Parameter:
@@ -270,12 +274,12 @@ def _linear(linears: Sequence[LinearSpec], own: Sequence[LinearSpec]) -> Linear:
     )
 
 
-def _attention(norm: NormSpec, spec: AttentionSpec, own: AttentionSpec) -> Attention:
+def _attention(norm: NormSpec | None, spec: AttentionSpec, own: AttentionSpec) -> Attention:
     heads, _ = partition(spec.q.weight)
 
     def head_norm(whole: NormSpec | None, part: NormSpec | None) -> Parameter | None:
         if whole is None or part is None or not whole.spans_heads:
-            return None if whole is None else _norm(whole)
+            return _norm(whole)
         weight = whole.weight  # cut like the queries, also if devices have the same KV heads
         return Parameter(
             part.weight.shape,
@@ -295,13 +299,13 @@ def _attention(norm: NormSpec, spec: AttentionSpec, own: AttentionSpec) -> Atten
 def _mlp(norm: NormSpec | None, spec: MlpSpec, own: MlpSpec | MoeSpec | None) -> Mlp:
     assert isinstance(own, MlpSpec)
     return Mlp(
-        norm=None if norm is None else _norm(norm),
+        norm=_norm(norm),
         gate_up=_linear((spec.gate, spec.up), (own.gate, own.up)),
         down=_linear((spec.down,), (own.down,)),
     )
 
 
-def _moe(norm: NormSpec, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
+def _moe(norm: NormSpec | None, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
     assert isinstance(own, MoeSpec)
     experts, width, hidden = own.gate.shape
 

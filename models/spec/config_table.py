@@ -80,6 +80,10 @@ READ_BY: dict[str, frozenset[str]] = {
     ),
     "phi3": frozenset({"partial_rotary_factor", "sliding_window"}),
     "glm": frozenset({"attention_bias", "partial_rotary_factor"}),
+    "glm4": frozenset({"attention_bias", "partial_rotary_factor"}),
+    "olmo2": frozenset({"attention_bias"}),
+    "olmo3": frozenset({"attention_bias", "sliding_window"}),
+    "exaone4": frozenset({"sliding_window", "sliding_window_pattern"}),
     "glm4_moe": frozenset(
         {
             "attention_bias",
@@ -334,9 +338,13 @@ def refuse_others(fields: Fields, model_type: str) -> None:
     """
     _check({name: ONLY[name] for name in ONLY if effect(name, model_type) == "only"}, fields)
     if effect("partial_rotary_factor", model_type) == "only":
-        for section in ROPE_SECTIONS:
-            only = {"partial_rotary_factor": ONLY["partial_rotary_factor"]}
-            _check(only, fields.section(section))
+        only = {"partial_rotary_factor": ONLY["partial_rotary_factor"]}
+        for name in ROPE_SECTIONS:
+            section = fields.section(name)
+            _check(only, section)
+            for kind, inner in section.values.items():
+                if isinstance(inner, dict):
+                    _check(only, section.section(kind))
 
 
 def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
@@ -348,9 +356,12 @@ def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
     """
     known = READ | READ_BY[model_type] | READ_FOR_TEXT
     found = list(_hints(config, known, lambda name: effect(name, model_type)))
-    for section in ROPE_SECTIONS:
-        inner = config.get(section) or {}
-        found += [f"{section}.{hint}" for hint in _hints(inner, ROPE_READ, rope_effect)]
+    for name in ROPE_SECTIONS:
+        section, objects = dict(config.get(name) or {}), {}
+        for kind in [kind for kind, inner in section.items() if isinstance(inner, dict)]:
+            objects[f"{name}.{kind}."] = section.pop(kind)
+        for prefix, values in {f"{name}.": section, **objects}.items():
+            found += [prefix + hint for hint in _hints(values, ROPE_READ, rope_effect)]
     return found
 
 

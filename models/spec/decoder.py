@@ -28,6 +28,9 @@ from weft.models.spec.spec import (
 Size = tuple[int, Axis]
 """A dimension's size and logical axis."""
 
+BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
+"""The usual names of a layer's norms, in the order of `Decoder.layer`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -39,6 +42,7 @@ class Decoder:
         heads, kv_heads: how many query heads and key/value heads it has.
         eps: of all norms.
         rope: the rotary embedding of all layers, unless a layer says otherwise.
+        sliding_rope: that of layers with a sliding window, in families where it may differ.
     """
 
     fields: Fields
@@ -50,6 +54,7 @@ class Decoder:
     head_dim: int
     eps: float
     rope: RopeSpec
+    sliding_rope: RopeSpec
 
     def table(self, name: str, *, tied: str | None = None) -> WeightSpec:
         """Describe the embedding or the LM head, [vocab, hidden]; `tied` is its other name."""
@@ -61,14 +66,25 @@ class Decoder:
         """Describe an RMSNorm over the residual stream."""
         return NormSpec(WeightSpec(f"{name}.weight", (self.hidden,), ("hidden",)), self.eps)
 
-    def layer(self, i: int, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> LayerSpec:
-        """Describe layer i, made of the given attention and feed-forward."""
-        return LayerSpec(
-            attention_norm=self.norm(f"model.layers.{i}.input_layernorm"),
-            attention=attention,
-            feed_forward_norm=self.norm(f"model.layers.{i}.post_attention_layernorm"),
-            feed_forward=feed_forward,
+    def layer(
+        self,
+        i: int,
+        attention: AttentionSpec,
+        feed_forward: MlpSpec | MoeSpec,
+        norms: tuple[str | None, str | None, str | None, str | None] = BEFORE,
+    ) -> LayerSpec:
+        """Describe layer i.
+
+        Args:
+            i: the layer's index.
+            attention, feed_forward: its blocks.
+            norms: the norms' names in the layer: before and after attention, then before and after
+                the feed-forward. None is no norm.
+        """
+        before, after, before_second, after_second = (
+            None if name is None else self.norm(f"model.layers.{i}.{name}") for name in norms
         )
+        return LayerSpec(before, attention, after, before_second, feed_forward, after_second)
 
     def attention(
         self,

@@ -145,7 +145,8 @@ def _decoder(fields: Fields, family: Family) -> Decoder:
         kv_heads=kv_heads,
         head_dim=head_dim,
         eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-        rope=read_rope(fields, head_dim, family),
+        rope=read_rope(fields, head_dim, family, "full_attention"),
+        sliding_rope=read_rope(fields, head_dim, family, "sliding_attention"),
     )
 
 
@@ -283,6 +284,15 @@ def _phi3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 def _glm(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     attention = decoder.attention(i, qkv_bias=fields.flag("attention_bias", True))
     return decoder.layer(i, attention, decoder.mlp(i, fused="gate_up_proj"))
+
+
+def _glm4(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(i, qkv_bias=fields.flag("attention_bias", True))
+    norms = (
+        *("input_layernorm", "post_self_attn_layernorm"),
+        *("post_attention_layernorm", "post_mlp_layernorm"),
+    )
+    return decoder.layer(i, attention, decoder.mlp(i, fused="gate_up_proj"), norms)
 
 
 def _glm4_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
@@ -471,6 +481,48 @@ def _smollm3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     return decoder.layer(i, attention, decoder.mlp(i, bias=fields.flag("mlp_bias", False)))
 
 
+AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+"""Norms of the blocks' outputs alone; see `Decoder.layer`."""
+
+
+def _olmo2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="heads")
+    return decoder.layer(i, attention, decoder.mlp(i), AFTER)
+
+
+def _olmo3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    sliding = _is_sliding(fields, decoder, i, period=4)
+    attention = decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        norm="heads",
+        window=fields.integer("sliding_window", 4096) if sliding else None,
+        rope=decoder.sliding_rope if sliding else decoder.rope,
+    )
+    return decoder.layer(i, attention, decoder.mlp(i), AFTER)
+
+
+def _exaone4(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window, rope = _window(fields, default=4096), decoder.rope
+    if window is not None:
+        # Some files have a text such as "LLLG" beside layer_types, which comes first.
+        period = 1 if fields.has("layer_types") else fields.integer("sliding_window_pattern", 4)
+        if not _is_sliding(fields, decoder, i, period):
+            window, rope = None, replace(rope, dim=0)
+    attention = decoder.attention(i, norm="head", window=window, rope=rope)
+    return decoder.layer(i, attention, decoder.mlp(i), AFTER)
+
+
+def _is_sliding(fields: Fields, decoder: Decoder, i: int, period: int) -> bool:
+    """Tell whether layer i has a window: by `layer_types`, or else all but each period's last."""
+    if fields.has("layer_types"):
+        return bool(_layer_types(fields, decoder)[i] == "sliding_attention")
+    return (i + 1) % period != 0
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model family.
@@ -482,6 +534,7 @@ class Family:
             config.json has none, as in transformers. `rotated` is `partial_rotary_factor`; families
             with None do not have the field.
         neighbours: as in RopeSpec.
+        ropes_by_kind: layers with and without a window have their own rotary embeddings.
         skipped: name patterns for more tensors without an effect; `{layers}` is the number of
             layers, because heads that predict several tokens are stored as layers.
     """
@@ -494,6 +547,7 @@ class Family:
     rotated: float | None = None
     tied: bool = False
     neighbours: bool = False
+    ropes_by_kind: bool = False
     skipped: tuple[str, ...] = ()
 
 
@@ -530,6 +584,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, 32_768),
     "Phi3ForCausalLM": Family("phi3", _phi3, 4096, 1e-5, rotated=1.0),
     "GlmForCausalLM": Family("glm", _glm, 131_072, 1.5625e-7, rotated=0.5, neighbours=True),
+    "Glm4ForCausalLM": Family("glm4", _glm4, 131_072, 1.5625e-7, rotated=0.5, neighbours=True),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe", _glm4_moe, 131_072, 1e-5, rotated=0.5, skipped=NEXT_LAYER
     ),
@@ -554,6 +609,9 @@ FAMILIES = {
     "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", _hunyuan_moe, 2048, 1e-5),
     "Ministral3ForCausalLM": Family("ministral3", _ministral3, 262_144, 1e-5, 1_000_000.0),
     "SeedOssForCausalLM": Family("seed_oss", _seed_oss, 524_288),
+    "Olmo2ForCausalLM": Family("olmo2", _olmo2, 2048, 1e-5),
+    "Olmo3ForCausalLM": Family("olmo3", _olmo3, 2048, 1e-5, 500_000.0, ropes_by_kind=True),
+    "Exaone4ForCausalLM": Family("exaone4", _exaone4, 2048, 1e-5),
     "SmolLM3ForCausalLM": Family("smollm3", _smollm3, 32_768, 1e-6, 2_000_000.0, tied=True),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
@@ -16,6 +16,9 @@ from weft.models.spec.spec import RopeSpec
 
 MIN_TURNS = 1e-6
 """Minimum of yarn's limits, in turns over the original context."""
+
+Layers = Literal["full_attention", "sliding_attention"]
+"""A kind of layers, as in `layer_types`."""
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -43,19 +46,18 @@ class RopeDefaults(Protocol):
     def neighbours(self) -> bool:
         """See RopeSpec."""
 
+    @property
+    def ropes_by_kind(self) -> bool:
+        """Layers with and without a window have their own rotary embeddings."""
 
-def read_rope(fields: Fields, head_dim: int, family: RopeDefaults) -> RopeSpec:
-    """Read the rotary embedding.
+
+def read_rope(fields: Fields, head_dim: int, family: RopeDefaults, kind: Layers) -> RopeSpec:
+    """Read the rotary embedding of one kind of layers.
 
     Raises:
         ModelError: a value is missing, unknown, or does not fit the others.
     """
-    scaling = fields.section("rope_scaling")
-    if not scaling.values:
-        scaling = fields.section("rope_parameters")
-    for name, value in scaling.values.items():
-        if isinstance(value, dict):
-            raise scaling.error(name, "the same rotary embedding in all layers")
+    scaling = _of_kind(fields, family, kind) if family.ropes_by_kind else _of_all(fields)
     if family.model_type == "ministral3" and not scaling.values:
         raise ModelError(f"{fields.source}: {fields.prefix}rope_parameters is missing")
     context = fields.integer("max_position_embeddings", family.max_position_embeddings)
@@ -63,33 +65,59 @@ def read_rope(fields: Fields, head_dim: int, family: RopeDefaults) -> RopeSpec:
         "rope_theta", family.rope_theta
     )
     kind_field = "rope_type" if scaling.has("rope_type") else "type"
-    kind = scaling.choice(kind_field, _kinds(family), default="default")
-    if kind == "dynamic":  # a fixed factor in the base, and not one for each length
+    rule = scaling.choice(kind_field, _kinds(family), default="default")
+    if rule == "dynamic":  # a fixed factor in the base, and not one for each length
         theta = _stretched(scaling, theta, head_dim)
     base = RopeSpec(
         theta,
         dim=_rotated(fields, scaling, head_dim, family),
         neighbours=family.neighbours,
     )
-    if kind in ("default", "dynamic", "mrope"):
+    if rule in ("default", "dynamic", "mrope"):
         return base
     if family.model_type == "phi3":
-        kind = "longrope"
-    if kind == "linear":
+        rule = "longrope"
+    if rule == "linear":
         return replace(base, scaling="linear", factor=scaling.number("factor"))
     in_section = scaling.integer("original_max_position_embeddings", context)
     original = fields.integer(
         "original_max_position_embeddings",
         family.max_position_embeddings if family.model_type == "phi3" else in_section,
     )
-    if kind == "llama3":
+    if rule == "llama3":
         return _llama3(scaling, replace(base, original_max_len=original))
     factor = scaling.number("factor", context / original)
     beta = scaling.number("llama_4_scaling_beta") if family.model_type == "ministral3" else 0.0
     scaled = replace(base, factor=factor, original_max_len=original, query_beta=beta)
-    if kind == "yarn":
+    if rule == "yarn":
         return _yarn(scaling, scaled)
     return _longrope(scaling, replace(scaled, max_len=context))
+
+
+def _of_all(fields: Fields) -> Fields:
+    """Return the object for all layers."""
+    scaling = fields.section("rope_scaling")
+    if not scaling.values:
+        scaling = fields.section("rope_parameters")
+    for name, value in scaling.values.items():
+        if isinstance(value, dict):
+            raise scaling.error(name, "the same rotary embedding in all layers")
+    return scaling
+
+
+def _of_kind(fields: Fields, family: RopeDefaults, kind: Layers) -> Fields:
+    """Return the object for one kind of layers.
+
+    `rope_scaling`, and `rope_theta` beside the object, are for layers without a window.
+    """
+    parameters, scaling = fields.section("rope_parameters"), fields.section("rope_scaling")
+    for name in parameters.values:
+        if name not in get_args(Layers):
+            raise parameters.error(name, "one object for each of " + ", ".join(get_args(Layers)))
+    own = parameters.section(kind)
+    if kind == "sliding_attention":
+        return replace(own, values={"rope_theta": family.rope_theta} | own.values)
+    return replace(scaling, values=own.values | scaling.values) if scaling.values else own
 
 
 def _stretched(scaling: Fields, theta: float, head_dim: int) -> float:

@@ -4,9 +4,9 @@
 names in the checkpoint, and each dimension's logical axis. A parallel layout can therefore map
 axes to ranks without knowing any names.
 
-All described models are decoders with RMSNorm before attention and before the feed-forward, rotary
-positions, and SiLU-gated MLPs or routed experts. Not described: encoders, cross attention, ALiBi,
-latent attention.
+All described models are decoders with RMSNorm before or after attention and the feed-forward,
+rotary positions, and SiLU-gated MLPs or routed experts. Not described: encoders, cross attention,
+ALiBi, latent attention.
 """
 
 from __future__ import annotations
@@ -355,12 +355,21 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x += attention(norm(x)); x += feed_forward(norm(x))."""
+    """x += norm(attention(norm(x))); x += norm(feed_forward(norm(x))).
 
-    attention_norm: NormSpec
+    Attributes:
+        attention_norm, feed_forward_norm: of the block's input, if it has one.
+        attention: the first block.
+        attention_output_norm, feed_forward_output_norm: of the block's output, if it has one.
+        feed_forward: the second block.
+    """
+
+    attention_norm: NormSpec | None
     attention: AttentionSpec
-    feed_forward_norm: NormSpec
+    attention_output_norm: NormSpec | None
+    feed_forward_norm: NormSpec | None
     feed_forward: MlpSpec | MoeSpec
+    feed_forward_output_norm: NormSpec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,16 +475,25 @@ class ModelSpec:
 
 def _layer_weights(layer: LayerSpec) -> Iterator[WeightSpec]:
     attention, feed_forward = layer.attention, layer.feed_forward
-    yield layer.attention_norm.weight
+    yield from _norm_weights(layer.attention_norm)
     for linear in (attention.q, attention.k, attention.v, attention.o):
         yield from _linear_weights(linear)
-    for norm in (attention.q_norm, attention.k_norm):
-        if norm is not None:
-            yield norm.weight
-    yield layer.feed_forward_norm.weight
+    yield from _norm_weights(attention.q_norm, attention.k_norm, layer.attention_output_norm)
+    yield from _norm_weights(layer.feed_forward_norm)
     if isinstance(feed_forward, MlpSpec):
         yield from _mlp_weights(feed_forward)
-        return
+    else:
+        yield from _moe_weights(feed_forward)
+    yield from _norm_weights(layer.feed_forward_output_norm)
+
+
+def _norm_weights(*norms: NormSpec | None) -> Iterator[WeightSpec]:
+    for norm in norms:
+        if norm is not None:
+            yield norm.weight
+
+
+def _moe_weights(feed_forward: MoeSpec) -> Iterator[WeightSpec]:
     router = feed_forward.router
     yield router.weight
     if router.bias is not None:

@@ -36,7 +36,7 @@ from weft.models.spec.spec import (
     WeightSpec,
 )
 from weft.models.torch.angles import Turn
-from weft.models.torch.group import Groups
+from weft.models.torch.group import Group, Groups
 
 
 class LayerLoader(Protocol):
@@ -68,18 +68,54 @@ LayerCache = tuple[Tensor, Tensor]
 """One layer's keys and values, [num_blocks, kv_heads, block_size, head_dim] each."""
 
 
+class Ending:
+    """The end of a block: the sum over the ranks, the block's output norm, and the residual.
+
+    Args:
+        norm: the block's output norm, if it has one.
+        group: the ranks.
+    """
+
+    def __init__(self, norm: RMSNorm | None, group: Group) -> None:
+        self._norm, self._group = norm, group
+
+    @property
+    def is_plain(self) -> bool:
+        """True without other ranks and without a norm."""
+        return self._norm is None and self._group.size == 1
+
+    def residual(self, x: Tensor) -> Tensor | None:
+        """Return what this rank's product adds, [T, hidden]; None for nothing."""
+        return x if self._norm is None and self._group.is_first else None
+
+    def __call__(self, part: Tensor, x: Tensor) -> Tensor:
+        """Return the residual stream after the block, [T, hidden].
+
+        Args:
+            part: this rank's part of the output, with `residual(x)`.
+            x: the stream before the block.
+        """
+        total = self._group.sum(part)
+        return total if self._norm is None else x + self._norm(total)
+
+
 class Attention:
     """x + attention(norm(x)): grouped-query, over the paged cache, from one fused projection."""
 
     def __init__(
-        self, model: ModelSpec, spec: AttentionSpec, norm: RMSNorm, load: LayerLoader
+        self,
+        model: ModelSpec,
+        spec: AttentionSpec,
+        norm: RMSNorm | None,
+        ending: Ending,
+        load: LayerLoader,
     ) -> None:
         """Load the layer; `model` is this rank's part."""
         self._group = group = load.groups.tensor
         self._context = load.groups.context
         self._heads = model.num_heads
         self._window, self._scale = spec.sliding_window, spec.scale
-        self._norm = norm
+        self._norm, self._end = norm, ending
         self._wide_norms: tuple[RMSNorm, RMSNorm] | None = None
         self._query_weight: Tensor | None = None
         self._head_norms = None
@@ -101,7 +137,8 @@ class Attention:
         self._widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         self.native = None
         if (
-            group.size == 1
+            ending.is_plain
+            and norm is not None
             and self._wide_norms is None
             and self._query_weight is None
             and not spec.rope.query_beta
@@ -138,8 +175,7 @@ class Attention:
         for factor in (self._query_weight, turn.query_scale):
             q = q if factor is None else q * factor
         out = self._attend(q, keys, values, plan)
-        residual = x if self._group.is_first else None
-        return self._group.sum(self._o(out.view(len(x), -1), residual=residual))
+        return self._end(self._o(out.view(len(x), -1), residual=self._end.residual(x)), x)
 
     def _norm_wide(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """Norm queries and keys over all ranks' heads, [T, (H + 2 Hk) * D] to the same shape."""
@@ -173,20 +209,27 @@ class Attention:
 class Mlp:
     """x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matrix (Shazeer 2020)."""
 
-    def __init__(self, spec: MlpSpec, norm: RMSNorm, load: LayerLoader) -> None:
-        self._group = group = load.groups.tensor
-        self._norm = norm
+    def __init__(
+        self, spec: MlpSpec, norm: RMSNorm | None, ending: Ending, load: LayerLoader
+    ) -> None:
+        group = load.groups.tensor
+        self._norm, self._end = norm, ending
         self._gate_up = gate_up = fuse((spec.gate, spec.up), load, gated=True)
         self._down = down = fuse((spec.down,), load, biased=group.is_first)
         self.native = None
-        if group.size == 1 and isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
+        if (
+            ending.is_plain
+            and norm is not None
+            and isinstance(gate_up, NativeLinear)
+            and isinstance(down, NativeLinear)
+        ):
             self.native = NativeMlp(gate_up, down, norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         if self.native is not None:
             return self.native(x)
-        return self._group.sum(self.part(x, x if self._group.is_first else None))
+        return self._end(self.part(x, self._end.residual(x)), x)
 
     def part(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Compute this rank's part of the sum over ranks, [T, hidden], and add the residual."""
@@ -200,13 +243,15 @@ class Moe:
     all groups' tokens.
     """
 
-    def __init__(self, spec: MoeSpec, norm: RMSNorm, load: LayerLoader) -> None:
-        self._group, self._data = load.groups.tensor, load.groups.data
-        self._norm = norm
+    def __init__(
+        self, spec: MoeSpec, norm: RMSNorm | None, ending: Ending, load: LayerLoader
+    ) -> None:
+        self._data = load.groups.data
+        self._norm, self._end = norm, ending
         self._routing, router = spec.router, load(spec.router.weight)
         self._bias = None if spec.router.bias is None else load(spec.router.bias)
         self._router = load.make_plain(router)
-        self._shared = None if spec.shared is None else Mlp(spec.shared, norm, load)
+        self._shared = None if spec.shared is None else Mlp(spec.shared, norm, ending, load)
         self._shared_gate = None if spec.shared_gate is None else load(spec.shared_gate)
         gate, up, down = map(load.each, (spec.gate, spec.up, spec.down))
         first = load.parts(spec.gate)[0].start
@@ -220,7 +265,7 @@ class Moe:
             rows: T in each data-parallel attention group, if there are several.
         """
         if self._data.size == 1:
-            return self._group.sum(self._run_experts(x, self._run_shared(x)))
+            return self._end(self._run_experts(x, self._run_shared(x)), x)
         if not sum(rows):
             return x
         mixed = self._run_experts(self._data.gather_rows(x, rows), None)
@@ -228,16 +273,16 @@ class Moe:
         if not len(x):
             return x
         shared = self._run_shared(x)
-        return self._group.sum((own if shared is None else shared + own).to(x.dtype))
+        return self._end((own if shared is None else shared + own).to(x.dtype), x)
 
     def _run_shared(self, x: Tensor) -> Tensor | None:
-        """Run this rank's part of the shared MLP on norm(x); the first rank adds x."""
-        residual = x if self._group.is_first else None
+        """Run this rank's part of the shared MLP on norm(x), and add the residual."""
+        residual = self._end.residual(x)
         if self._shared is None:
             return residual
         if self._shared_gate is None:
             return self._shared.part(x, residual)
-        gate = linear(self._norm(x), self._shared_gate).sigmoid()
+        gate = linear(self._normed(x), self._shared_gate).sigmoid()
         out = gate * self._shared.part(x, None)
         return out if residual is None else residual + out
 
@@ -245,7 +290,7 @@ class Moe:
         """Run this rank's experts on norm(x) and add the residual."""
         router = self._routing
         if router.weight.in_float32:
-            logits = self._router(self._norm(x).float())
+            logits = self._router(self._normed(x).float())
         else:
             logits = self._router(x, norm=self._norm)
         experts, weights = route(
@@ -258,6 +303,9 @@ class Moe:
             scale=router.scale,
         )
         return self._experts(x, experts, weights, norm=self._norm, residual=residual)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self._norm is None else self._norm(x)
 
 
 def fuse(

@@ -27,9 +27,9 @@ from weft.kernels.cpu.linear import (
 from weft.kernels.cpu.moe import MakeLinear
 from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
-from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, WeightSpec
+from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec, WeightSpec
 from weft.models.torch.angles import Angles, Turn
-from weft.models.torch.cpu_layers import Attention, LayerCache, LayerLoader, Mlp, Moe
+from weft.models.torch.cpu_layers import Attention, Ending, LayerCache, LayerLoader, Mlp, Moe
 from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
 
@@ -39,14 +39,18 @@ class Layer:
 
     def __init__(self, model: ModelSpec, spec: LayerSpec, load: LayerLoader) -> None:
         self.rope = spec.attention.rope
-        attention_norm = RMSNorm(load(spec.attention_norm.weight), spec.attention_norm.eps)
-        self._attention = Attention(model, spec.attention, attention_norm, load)
-        norm = spec.feed_forward_norm
-        feed_forward_norm = RMSNorm(load(norm.weight), norm.eps)
+        group = load.groups.tensor
+
+        def norm(described: NormSpec | None) -> RMSNorm | None:
+            return None if described is None else RMSNorm(load(described.weight), described.eps)
+
+        before, after = norm(spec.attention_norm), norm(spec.attention_output_norm)
+        self._attention = Attention(model, spec.attention, before, Ending(after, group), load)
+        before, after = norm(spec.feed_forward_norm), norm(spec.feed_forward_output_norm)
         self._feed_forward = (
-            Moe(spec.feed_forward, feed_forward_norm, load)
+            Moe(spec.feed_forward, before, Ending(after, group), load)
             if isinstance(spec.feed_forward, MoeSpec)
-            else Mlp(spec.feed_forward, feed_forward_norm, load)
+            else Mlp(spec.feed_forward, before, Ending(after, group), load)
         )
 
     def __call__(

@@ -38,6 +38,11 @@ class Stream(NamedTuple):
     x: Tensor
     added: Tensor | None = None
 
+    @classmethod
+    def of(cls, x: Tensor | None, added: Tensor) -> Stream:
+        """Make the stream with an output, from the stream before; None is 0."""
+        return cls(added) if x is None else cls(x, added)
+
     def norm(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the normalized stream, and the stream."""
         normed = rms_norm(self.x, weight, eps, residual=self.added)
@@ -72,8 +77,10 @@ class Exchange(Protocol):
     ) -> Tensor:
         """Multiply all tokens by this rank's columns; a sharded step keeps its padding."""
 
-    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Stream:
-        """Multiply all tokens by this rank's rows, sum over the ranks and add to the residual."""
+    def row_parallel(
+        self, x: Tensor, linear: Linear, residual: Tensor | None, *, sharded: bool
+    ) -> Stream:
+        """Multiply all tokens by this rank's rows, sum over the ranks and add the residual."""
 
     def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
         """Compute the mean squares of each token's queries and keys over all ranks' heads.
@@ -158,9 +165,11 @@ class Plain:
         """See Exchange."""
         return multiply(x, linear, silu_multiply=silu_multiply)
 
-    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Stream:
+    def row_parallel(
+        self, x: Tensor, linear: Linear, residual: Tensor | None, *, sharded: bool
+    ) -> Stream:
         """See Exchange. The first rank adds the bias."""
-        return Stream(residual, self._group.sum(linear(x, biased=self._group.is_first)))
+        return Stream.of(residual, self._group.sum(linear(x, biased=self._group.is_first)))
 
     def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
         """See Exchange."""

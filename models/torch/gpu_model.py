@@ -11,6 +11,9 @@
     column_parallel     silu(gate) * up: own width        or, for experts:
     row_parallel        down, + x                         run_experts
 
+A block without a norm before it reads x itself. The output of a block with a norm after it is
+summed without x, and normed; then x is added.
+
 An Exchange implements `column_parallel`, `row_parallel`, `mean_squares`, `attend` and
 `run_experts`, and so decides how ranks communicate: by plain collectives (exchange.py) or
 overlapped ones (overlapped.py).
@@ -34,7 +37,7 @@ from weft.kernels.cpu.rope import HeadNorms
 from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
-from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec
+from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec
 from weft.models.torch.angles import Angles, Turns
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import Exchange, Stream
@@ -61,6 +64,44 @@ class _Step:
     dp_tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """The norms of a block's input and output.
+
+    Attributes:
+        before, after: weight and epsilon; None for no norm.
+    """
+
+    before: tuple[Tensor, float] | None
+    after: tuple[Tensor, float] | None
+
+    @classmethod
+    def of(cls, before: NormSpec | None, after: NormSpec | None, load: WeightLoader) -> _Norms:
+        """Load the weights."""
+
+        def loaded(norm: NormSpec | None) -> tuple[Tensor, float] | None:
+            return None if norm is None else (load(norm.weight), norm.eps)
+
+        return cls(loaded(before), loaded(after))
+
+    def begin(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return the block's input, and the residual stream."""
+        if self.before is not None:
+            return stream.norm(*self.before)
+        x = stream.whole()
+        return x, x
+
+    def residual(self, x: Tensor) -> Tensor | None:
+        """Return what the block's last op adds to its output; None for nothing."""
+        return x if self.after is None else None
+
+    def end(self, out: Stream, x: Tensor) -> Stream:
+        """Return the residual stream after the block; `out` is its output, with `residual(x)`."""
+        if self.after is None:
+            return out
+        return Stream(x, rms_norm(out.whole(), *self.after).out)
+
+
 class Layer:
     """This rank's part of one layer; `model` is this rank's part of the model."""
 
@@ -75,8 +116,8 @@ class Layer:
         attention, block = spec.attention, spec.feed_forward
         self._model, self._exchange = model, exchange
         self._window = attention.sliding_window
-        norms = spec.attention_norm, spec.feed_forward_norm
-        self._norms = [(load(norm.weight), norm.eps) for norm in norms]
+        self._norms = _Norms.of(spec.attention_norm, spec.attention_output_norm, load)
+        self._second_norms = _Norms.of(spec.feed_forward_norm, spec.feed_forward_output_norm, load)
         self.rope, self._scale = attention.rope, attention.scale
         self._query_weight: Tensor | None = None
         self._head_norms, self._wide = None, attention.norms_span_heads
@@ -98,7 +139,7 @@ class Layer:
     def attend(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
         """Run the first half: [T, hidden], or this rank's rows, to the same shape."""
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
-        normed, x = stream.norm(*self._norms[0])
+        normed, x = self._norms.begin(stream)
         qkv = exchange.column_parallel(
             normed, self._qkv, silu_multiply=False, sharded=step.sharded
         )[:tokens].contiguous()
@@ -117,20 +158,27 @@ class Layer:
         for factor in (self._query_weight, turn.query_scale):
             q = q if factor is None else q * factor
         out = exchange.attend(q, cache, step.plan.batch, self._scale, self._window)
-        return exchange.row_parallel(out.view(tokens, -1), self._o, x, sharded=step.sharded)
+        residual = self._norms.residual(x)
+        ended = exchange.row_parallel(out.view(tokens, -1), self._o, residual, sharded=step.sharded)
+        return self._norms.end(ended, x)
 
     def feed_forward(self, stream: Stream, step: _Step) -> Stream:
         """Run the second half, likewise. What only the first half needed should be freed before."""
         exchange, tokens = self._exchange, len(step.plan.pages)
-        normed, x = stream.norm(*self._norms[1])
+        norms = self._second_norms
+        normed, x = norms.begin(stream)
+        residual = norms.residual(x)
         if self._experts is not None:
-            return exchange.run_experts(
-                self._experts, x, normed, step.dp_tokens, sharded=step.sharded
+            residual = torch.zeros_like(x) if residual is None else residual
+            out = exchange.run_experts(
+                self._experts, residual, normed, step.dp_tokens, sharded=step.sharded
             )
+            return norms.end(out, x)
         inner = exchange.column_parallel(
             normed, self._gate_up, silu_multiply=True, sharded=step.sharded
         )
-        return exchange.row_parallel(inner[:tokens], self._down, x, sharded=step.sharded)
+        out = exchange.row_parallel(inner[:tokens], self._down, residual, sharded=step.sharded)
+        return norms.end(out, x)
 
     @property
     def experts(self) -> Experts | None:

@@ -369,21 +369,24 @@ class Overlapped:
             x, linear.weights, self._workspaces.all_gather_matmul, epilogue=epilogue
         )
 
-    def row_parallel(self, x: Tensor, linear: Linear, residual: Tensor, *, sharded: bool) -> Stream:
+    def row_parallel(
+        self, x: Tensor, linear: Linear, residual: Tensor | None, *, sharded: bool
+    ) -> Stream:
         """See Exchange."""
         if self._workspaces is None:  # each rank has the whole product
-            return Stream(residual, linear(x))
+            return Stream.of(residual, linear(x))
         self._count()
         if not sharded and len(x) > self._limits.fused:
             own = linear(x, biased=self._home.rank == 0)
-            return Stream(residual, all_reduce(own, self._workspaces.all_reduce))
+            return Stream.of(residual, all_reduce(own, self._workspaces.all_reduce))
         epilogue = Epilogue(bias=linear.bias, residual=residual)
         (weight,) = linear.weights
         if not sharded:
             of_all = self._workspaces.matmul_all_reduce
             return Stream(matmul_all_reduce(x, weight, of_all, epilogue=epilogue))
         scattered = self._workspaces.matmul_reduce_scatter
-        x = _with_rows(x, len(residual) * scattered.world_size)
+        size = scattered.world_size
+        x = _with_rows(x, -(-len(x) // size) * size)
         return Stream(matmul_reduce_scatter(x, weight, scattered, epilogue=epilogue))
 
     def mean_squares(self, qkv: Tensor, queries: int, keys: int) -> Tensor:
@@ -428,8 +431,7 @@ class Overlapped:
         inner = self.column_parallel(normed, shared.gate_up, silu_multiply=True, sharded=True)
         if not shared.is_gated:
             return self.row_parallel(inner, shared.down, x, sharded=True).x
-        nothing = torch.zeros_like(x)
-        out = self.row_parallel(inner, shared.down, nothing, sharded=True).x
+        out = self.row_parallel(inner, shared.down, None, sharded=True).x
         return shared.add(x, normed, out)
 
     def faults(self) -> list[Tensor]:

@@ -12,6 +12,18 @@ class Recorder(dict[str, Any]):
         super().__init__(values)
         self.names: set[str] = set()
 
+    def __or__(self, other: dict[str, Any]) -> Recorder:  # type: ignore[override]
+        return self._recording({**self, **other})
+
+    def __ror__(self, other: dict[str, Any]) -> Recorder:  # type: ignore[override]
+        return self._recording({**other, **self})
+
+    def _recording(self, values: dict[str, Any]) -> Recorder:
+        """Return an object with other values, and with the same record."""
+        merged = Recorder(values)
+        merged.names = self.names
+        return merged
+
     def get(self, name: str, default: Any = None) -> Any:
         self.names.add(name)
         return super().get(name, default)

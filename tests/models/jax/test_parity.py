@@ -61,6 +61,10 @@ CASES = [
         id="glm4_moe, groups, tp 4, ep 2",
     ),
     pytest.param("minimax_m2", ONE_HEAD, 2, 2, id="minimax_m2, one KV head, tp 2, ep 2"),
+    pytest.param("olmo3", {}, 2, 1, id="olmo3, tp 2"),
+    pytest.param("exaone4", {}, 4, 1, marks=slow, id="exaone4, tp 4"),
+    pytest.param("glm4", {}, 2, 1, marks=slow, id="glm4, tp 2"),
+    pytest.param("olmo2", BIASES, 1, 1, marks=slow, id="olmo2, biases"),
     pytest.param("qwen2_moe", {}, 2, 1, id="qwen2_moe, tp 2"),
     pytest.param("ministral3", {}, 1, 1, id="ministral3"),
     pytest.param("hunyuan_v1_moe", {}, 2, 1, marks=slow, id="hunyuan_v1_moe, tp 2"),
@@ -100,6 +104,7 @@ KERNEL_CASES = [
     ),
     pytest.param("llama", WIDE | BIASES, 2, 1, "attention products", id="llama, tp 2", marks=slow),
     pytest.param("llama", {}, 2, 1, "products", id="llama, heads of 16", marks=slow),
+    pytest.param("glm4", WIDE, 2, 1, "attention products", id="glm4, tp 2", marks=slow),
     pytest.param(
         *("glm4_moe", WIDE, 2, 2, "attention products exchange"), id="glm4_moe, ep 2", marks=slow
     ),

@@ -76,9 +76,12 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     read: set[str] = set()
     of_rope: set[str] = set()
     for variant in VARIANTS:
-        sections = {name: Recorder(variant.get(name, {})) for name in ROPE_SECTIONS}
+        recorded = {name: Recorder(variant.get(name, {})) for name in ROPE_SECTIONS}
+        sections: dict[str, dict[str, Any]] = dict(recorded)
+        if (alone := ALONE.get(model_type)) and FAMILIES[alone].ropes_by_kind:
+            sections["rope_parameters"] = {"full_attention": recorded["rope_parameters"]}
         text = Recorder(SIZES | variant | sections)
-        if alone := ALONE.get(model_type):
+        if alone:
             text["architectures"], config = [alone], text
         else:
             named = {"architectures": [WRAPPED[model_type]]}
@@ -86,7 +89,7 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
         with suppress(ModelError):  # a type of scaling that the family does not have
             build_spec(config, Path("config.json"))
         read |= (config.names | text.names) - WRAPPER
-        of_rope |= set().union(*(section.names for section in sections.values()))
+        of_rope |= set().union(*(section.names for section in recorded.values()))
     only = {name for name in ONLY if effect(name, model_type) == "only"}
     assert read - only == READ | READ_BY[model_type]
     yarn = {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
@@ -177,4 +180,11 @@ def test_a_field_in_no_table_has_no_effect_and_is_named() -> None:
         "rope_thetaa (did you mean rope_theta?)",
         "rope_scaling.original_max_position_embedding (did you mean "
         "original_max_position_embeddings?)",
+    ]
+
+
+def test_a_misspelt_field_in_one_kind_of_layers_is_named() -> None:
+    ropes = {"full_attention": {"rope_thetaa": 1.0}, "sliding_attention": {"rope_theta": 1.0}}
+    assert unread({"rope_parameters": ropes}, "olmo3") == [
+        "rope_parameters.full_attention.rope_thetaa (did you mean rope_theta?)"
     ]

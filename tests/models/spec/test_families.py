@@ -69,8 +69,10 @@ def norms_of(spec: ModelSpec) -> Iterator[NormSpec]:
     """Yield a model's norms."""
     yield spec.norm
     for layer in spec.layers:
-        yield from (layer.attention_norm, layer.feed_forward_norm)
-        yield from filter(None, (layer.attention.q_norm, layer.attention.k_norm))
+        norms = (layer.attention_norm, layer.attention_output_norm)
+        norms += (layer.feed_forward_norm, layer.feed_forward_output_norm)
+        norms += (layer.attention.q_norm, layer.attention.k_norm)
+        yield from filter(None, norms)
 
 
 def test_sizes_come_from_the_config() -> None:
@@ -482,6 +484,37 @@ def test_layer_types_are_checked(
     ("architecture", "fields", "message"),
     [
         ("SmolLM3ForCausalLM", {"no_rope_layers": [[1], [0]]}, "no_rope_layers is [[1], [0]]"),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            "rope_parameters.rope_type is 'default'; supported is one object for each of "
+            "full_attention, sliding_attention",
+        ),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
+            "rope_parameters.full_attention.partial_rotary_factor is 0.5; supported is 1 or 1.0",
+        ),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "rope_parameters.sliding_attention.factor is missing",
+        ),
+        (
+            "Olmo3ForCausalLM",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types is ['full_attention', 'chunked_attention']",
+        ),
+        (
+            "Exaone4ForCausalLM",
+            {"sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern is 'LLLG'; supported is a whole number of at least 1",
+        ),
+        (
+            "Exaone4ForCausalLM",
+            {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is ['full_attention', 'sliding_attention']; supported is full_attention",
+        ),
         (
             "HunYuanDenseV1ForCausalLM",
             {"rope_scaling": {"type": "dynamic", "alpha": 1e308}},

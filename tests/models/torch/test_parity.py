@@ -104,6 +104,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm",
         {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.25}, "attention_bias": False},
     ),
+    "glm4": ("glm4", {}),
+    "glm4, no biases": ("glm4", {"attention_bias": False, "rms_norm_eps": 0.1}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, biases, one KV head": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+    "olmo3": ("olmo3", {}),
+    "olmo3, layer types, yarn on full attention": (
+        "olmo3",
+        {
+            "num_hidden_layers": 2,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "exaone4": ("exaone4", {}),
+    "exaone4, no window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "exaone4, layer types": (
+        "exaone4",
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe, groups": ("glm4_moe", {"n_group": 4, "topk_group": 2, "use_qk_norm": True}),
     "glm4_moe, two shared experts": (

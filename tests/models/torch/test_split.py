@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared gate": ("qwen2_moe", {}),
     "groups": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
     "wide norms": ("minimax_m2", {}),
+    "output norms": ("olmo3", {}),
+    "four norms": ("glm4", {}),
 }
 NEWER = ("shared gate", "groups", "wide norms")
 """Models with a shared MLP, groups of experts, or norms over all heads."""
@@ -55,6 +57,11 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "num_hidden_layers": 1},
     ),
     "wide norms": ("minimax_m2", {"num_hidden_layers": 1}),
+    "output norms": (
+        "olmo3",
+        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "four norms": ("glm4", {"num_hidden_layers": 1}),
     "shared bias": ("hy_v3", {"mlp_bias": True, "first_k_dense_replace": 0}),
     "neighbours": ("ernie4_5_moe", {}),
     "one tensor": ("phi3", {"num_hidden_layers": 1}),
@@ -67,7 +74,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = (
     *("shared bias", "neighbours", "one tensor", "half turned", "not turned"),
-    *("scaled queries", "normed after turning"),
+    *("scaled queries", "normed after turning", "output norms"),
 )
 
 CASES: list[Case] = [
@@ -79,6 +86,9 @@ CASES: list[Case] = [
     *((model, "float32", Layout(ep=4)) for model in ("groups", "wide norms")),
     *((model, "float32", Layout(tp=2, ep=4)) for model in NEWER),
     ("llama", "bfloat16", Layout(tp=2)),
+    ("output norms", "float32", Layout(tp=4)),
+    ("four norms", "float32", Layout(cp=2)),
+    ("four norms", "float32", Layout(pp=2)),
     ("experts", "float32", Layout(ep=2)),
     ("experts", "float32", Layout(tp=2, ep=2)),
     ("mixtral", "bfloat16", Layout(ep=2)),
@@ -191,7 +201,7 @@ OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         ("experts", Layout(ep=2)),
         ("window", Layout(cp=2)),
         ("tied", Layout(pp=2)),
-        *((model, Layout(tp=2)) for model in NEWER),
+        *((model, Layout(tp=2)) for model in (*NEWER, "four norms")),
     ],
 }
 MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
@@ -200,9 +210,11 @@ MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         *((model, Layout(ep=2)) for model in NEWER),
         *((model, Layout(tp=2, ep=2)) for model in ("groups", "wide norms")),
         ("wide norms", Layout(cp=2)),
+        ("output norms", Layout(tp=2)),
+        ("four norms", Layout(cp=2)),
     ],
     4: [
-        *((model, Layout(tp=4)) for model in NEWER),
+        *((model, Layout(tp=4)) for model in (*NEWER, "output norms")),
         *((model, Layout(ep=4)) for model in ("groups", "wide norms")),
         ("tied", Layout(tp=2, pp=2)),
         *((model, Layout(tp=4)) for model in ("llama", "experts")),
@@ -245,13 +257,14 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [
-        (1, [(model, Layout()) for model in ("shared gate", "groups", "wide norms")]),
+        (1, [(model, Layout()) for model in ("shared gate", "groups", "wide norms", "four norms")]),
         (2, [("llama", Layout(tp=2)), ("window", Layout(cp=2))]),
         pytest.param(1, [(model, Layout()) for model in FAMILIES], marks=pytest.mark.slow),
         pytest.param(
             2,
             [
                 *((model, Layout(tp=2)) for model in ("mixtral", "wide norms", "shared bias")),
+                *((model, Layout(tp=2)) for model in ("output norms", "four norms")),
                 *((model, Layout(ep=2)) for model in ("groups", "wide norms")),
                 ("shared gate", Layout(tp=2, ep=2)),
             ],
