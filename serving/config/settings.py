@@ -44,8 +44,9 @@ ToolParser = Literal[
     "openai",
     "pythonic",
     "qwen3_coder",
+    "seed_oss",
 ]
-ReasoningParser = Literal["auto", "none", "gemma4", "mistral", "openai_gptoss", "think"]
+ReasoningParser = Literal["auto", "none", "gemma4", "mistral", "openai_gptoss", "seed_oss", "think"]
 MAX_RANKS = 64
 """Maximum ranks per engine, on all its machines together."""
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")

@@ -59,6 +59,7 @@ MARKS = frozenset(
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
         *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜"),
         *("<minimax:tool_call>", "</minimax:tool_call>"),
+        *("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *("<|tool_call>", "<tool_call|>", '<|"|>', "<|python_start|>", "<|python_end|>"),
         *("<start_function_call>", "<end_function_call>", "<escape>"),

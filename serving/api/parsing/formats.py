@@ -202,6 +202,15 @@ TOOL_FORMATS = {
         marks=("<minimax:tool_call>", "</minimax:tool_call>"),
         signs=("<minimax:tool_call>",),
     ),
+    "seed_oss": ToolFormat(
+        "parameters",
+        ("<function=", ">\n", "</function>\n"),
+        ("<seed:tool_call>\n", "</seed:tool_call>"),
+        parameters=Parameters("<parameter=", ">", "</parameter>", "qwen_xml"),
+        mark="<seed:tool_call>",
+        marks=("<seed:tool_call>", "</seed:tool_call>"),
+        signs=("<seed:tool_call>",),
+    ),
     "glm45": ToolFormat(
         "parameters",
         ("<tool_call>", "\n", "</tool_call>"),
@@ -307,6 +316,9 @@ REASONING_FORMATS = {
         "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>"), "<channel|>"
     ),
     "think": ReasoningFormat("<think>", "</think>", ("<think>", "</think>"), "</think>"),
+    "seed_oss": ReasoningFormat(
+        *("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>"), "</seed:think>")
+    ),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]"), "[/THINK]"),
 }
 """Formats for thoughts by name. The first whose sign is in a chat template is the model's."""

@@ -74,6 +74,9 @@ WRITTEN = {
     '<parameter name="city">Bad Ems</parameter>\n<parameter name="days">3</parameter>\n'
     '</invoke>\n<invoke name="timer">\n<parameter name="seconds">60</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>Bad Ems</parameter>\n"
+    "<parameter=days>3</parameter>\n</function>\n<function=timer>\n"
+    "<parameter=seconds>60</parameter>\n</function>\n</seed:tool_call>",
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bad Ems</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
     "<tool_call>timer\n<arg_key>seconds</arg_key>\n<arg_value>60</arg_value>\n</tool_call>",
@@ -109,6 +112,7 @@ TEMPLATES = {
     "deepseek_v3": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\\n' + '```json'",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>",
     "minimax_m2": "<minimax:tool_call>\n<invoke name=",
+    "seed_oss": "<seed:tool_call>\n<function=example_function_name>\n<parameter=example_parameter",
     "glm45": "'<tool_call>' <arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>",
     "glm47": "'<tool_call>' <arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>",
     "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=name>",
@@ -184,6 +188,7 @@ def test_a_template_shows_its_format_for_thoughts() -> None:
     assert reasoning_format_in("{{ '</think>' }}") == "think"
     assert reasoning_format_in("<|channel|>analysis") == "openai_gptoss"
     assert reasoning_format_in("[/THINK]") == "mistral"
+    assert reasoning_format_in("{{ '</seed:think>' }}") == "seed_oss"
     assert reasoning_format_in("<|channel>thought{{ text }}<channel|>") == "gemma4"
     assert reasoning_format_in("{{ messages }}") == "none"
 
@@ -250,6 +255,7 @@ def test_mistrals_newer_format(tokenizer: Tokenizer) -> None:
         ("think", "hermes", "Hi.", "<think>"),
         ("think", "kimi_k2", "Hi.<think>", ""),
         ("mistral", "mistral", "Hi.", "[THINK]"),
+        ("seed_oss", "seed_oss", "Hi.", "<seed:think>"),
         ("gemma4", "gemma4", "Hi.", "<|channel>thought\n"),
         ("openai_gptoss", "openai", "<|start|>assistant", "<|channel|>analysis<|message|>"),
     ],
