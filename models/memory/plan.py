@@ -65,7 +65,8 @@ class MemoryPlan:
 
     Attributes:
         spec: the model, or a rank's part.
-        dtype: dtype for weights, activations and KV cache; "auto" is the checkpoint's.
+        dtype: dtype for weights and activations; "auto" is the checkpoint's.
+        kv_dtype: the KV cache's; None is `dtype`.
         quantization: of the matrices: "none" or "int8".
         available: free memory, from `available_memory`.
         memory_fraction: fraction that weft may take.
@@ -85,6 +86,7 @@ class MemoryPlan:
 
     spec: ModelSpec
     dtype: str
+    kv_dtype: str | None = None
     quantization: str = "none"
     available: int
     memory_fraction: float
@@ -173,7 +175,7 @@ class MemoryPlan:
     @property
     def bytes_per_block(self) -> int:
         """This rank's bytes per block."""
-        return self.block_size * self.spec.kv_bytes_per_token(self.dtype)
+        return self.block_size * self.spec.kv_bytes_per_token(self.kv_dtype or self.dtype)
 
     @property
     def request_bytes(self) -> int:

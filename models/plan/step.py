@@ -125,17 +125,24 @@ class Precision:
     """Number formats.
 
     Attributes:
-        dtype: activations and KV cache: "bfloat16" or "float32".
+        dtype: activations: "bfloat16" or "float32".
         quantization: the matrices: "none" or "int8".
+        kv_cache_dtype: the KV cache: "auto", which is `dtype`, or "fp8".
     """
 
     dtype: str = "bfloat16"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
     @property
     def item(self) -> int:
         """Bytes of one number in an activation."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_item(self) -> int:
+        """Bytes of one number in the KV cache."""
+        return 1 if self.kv_cache_dtype == "fp8" else self.item
 
     def weight_bytes(self, weight: WeightSpec, size: float) -> float:
         """Return the bytes for `size` of a matrix's numbers."""
@@ -286,7 +293,7 @@ class RankModel:
         prefill_keys = batch.prefill_tokens * min(batch.prefill_context, seen) / cp
         heads = local.num_heads * cp
         flops = 4 * heads * local.head_dim * (decode_keys + prefill_keys)
-        key_bytes = 2 * local.num_kv_heads * local.head_dim * self.precision.item
+        key_bytes = 2 * local.num_kv_heads * local.head_dim * self.precision.kv_item
         # A prompt's tokens share what is read. Half of them see less than the mean.
         prefill_read = batch.prefills * min(2 * batch.prefill_context, seen + tokens) / cp
         read = key_bytes * (decode_keys + prefill_read + tokens / cp)

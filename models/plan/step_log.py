@@ -26,7 +26,7 @@ class LoggedModel:
 
     Attributes:
         model: as given to the server.
-        dtype, quantization: as given.
+        dtype, quantization, kv_cache_dtype: as given.
         tp, ep, cp, pp: the layout's sizes.
     """
 
@@ -37,6 +37,7 @@ class LoggedModel:
     ep: int
     cp: int
     pp: int
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

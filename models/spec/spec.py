@@ -34,6 +34,8 @@ Axis = Literal[
     "moe_intermediate",  # width of one expert
 ]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8_CACHE = "float8_e4m3fn"
+"""The dtype of a KV cache in fp8, by its torch name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,9 +470,13 @@ class ModelSpec:
         return kept
 
     def kv_bytes_per_token(self, dtype: str = "auto") -> int:
-        """Return how many bytes one token's keys and values take over all layers."""
+        """Return how many bytes one token's keys and values take over all layers.
+
+        Args:
+            dtype: the KV cache's: `FP8_CACHE`, or as in `compute_dtype`.
+        """
         numbers = 2 * len(self.layers) * self.num_kv_heads * self.head_dim
-        return numbers * DTYPE_BYTES[self.compute_dtype(dtype)]
+        return numbers * (1 if dtype == FP8_CACHE else DTYPE_BYTES[self.compute_dtype(dtype)])
 
 
 def _layer_weights(layer: LayerSpec) -> Iterator[WeightSpec]:

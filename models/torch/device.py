@@ -46,6 +46,11 @@ def gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
+def gpu_target(device: torch.device) -> str:
+    """Return a GPU's target, such as "sm_90"."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 def free_memory(device: torch.device) -> int:
     """Return a GPU's free bytes, over all processes that use it."""
     return int(torch.cuda.mem_get_info(device)[0])

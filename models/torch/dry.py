@@ -42,6 +42,7 @@ class Sizes:
 
     Attributes:
         num_blocks: blocks in the KV cache.
+        kv_dtype: the KV cache's dtype, by its torch name; None is the compute dtype.
         recordings: steps that are recorded as CUDA graphs.
         copies: copies of experts on a rank.
     """
@@ -53,6 +54,7 @@ class Sizes:
     max_model_len: int
     recordings: Recordings = NO_RECORDINGS
     copies: int = 0
+    kv_dtype: str | None = None
 
 
 class DryModel:
@@ -102,7 +104,8 @@ class DryModel:
                 Balancer(self._model.experts, exchange.dispatch, groups.expert)
         local = layout.local(spec)
         shape = (sizes.num_blocks, local.num_kv_heads, sizes.block_size, local.head_dim)
-        self._cache = [(meta(shape, compute), meta(shape, compute)) for _ in spec.layers]
+        kept: torch.dtype = getattr(torch, sizes.kv_dtype or dtype)
+        self._cache = [(meta(shape, kept), meta(shape, kept)) for _ in spec.layers]
         self._sampler = GpuSampler(spec.vocab_size, sizes.max_num_seqs, META)
 
     def step(self, batch: StepInput) -> None:

@@ -75,6 +75,7 @@ class TorchRunner:
         pipe: Pipe,
         vocab_size: int,
         dtype: str,
+        kv_dtype: str,
         block_size: int,
         max_num_seqs: int,
         max_tokens: int,
@@ -92,6 +93,7 @@ class TorchRunner:
             pipe: the connection to other stages.
             vocab_size: the whole vocabulary's size.
             dtype: compute dtype.
+            kv_dtype: the KV cache's dtype.
             block_size: tokens in a KV cache block.
             max_num_seqs: number of slots.
             max_tokens: maximum number of tokens in a warm-up step.
@@ -107,6 +109,7 @@ class TorchRunner:
         self._spec = spec
         self._pipe = pipe
         self._dtype = dtype
+        self._kv_dtype = kv_dtype
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._max_model_len = max_model_len
@@ -144,6 +147,7 @@ class TorchRunner:
         spec: ModelSpec,
         *,
         dtype: str,
+        kv_dtype: str | None = None,
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -164,7 +168,8 @@ class TorchRunner:
         Args:
             path: the checkpoint's directory.
             spec: the checkpoint's model, from `checkpoint.locate.read_spec`.
-            dtype: dtype for computing and for the KV cache: "auto", "bfloat16", "float32".
+            dtype: dtype for computing: "auto", "bfloat16", "float32".
+            kv_dtype: the KV cache's dtype; None is `dtype`. `FP8_CACHE` needs Triton kernels.
             block_size: tokens in a KV cache block, on each rank that shares it.
             max_num_seqs: number of slots.
             max_num_batched_tokens: maximum number of tokens in a step.
@@ -234,6 +239,7 @@ class TorchRunner:
             pipe=groups.pipe,
             vocab_size=spec.vocab_size,
             dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_tokens=min(max_num_batched_tokens, max_model_len),
@@ -247,7 +253,7 @@ class TorchRunner:
     @property
     def bytes_per_block(self) -> int:
         """This rank's bytes per KV cache block, over its layers."""
-        return self._block_size * self._spec.kv_bytes_per_token(self._dtype)
+        return self._block_size * self._spec.kv_bytes_per_token(self._kv_dtype)
 
     @property
     def saved_bytes(self) -> int:
@@ -257,7 +263,7 @@ class TorchRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate keys and values: [num_blocks, kv_heads, block_size, head_dim] for each layer."""
         shape = (num_blocks, self._spec.num_kv_heads, self._block_size, self._spec.head_dim)
-        dtype: torch.dtype = getattr(torch, self._dtype)
+        dtype: torch.dtype = getattr(torch, self._kv_dtype)
         new_cache = partial(torch.empty, shape, dtype=dtype, device=self._device)
         self._cache = [(new_cache(), new_cache()) for _ in self._spec.layers]
 

@@ -61,7 +61,12 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
     from weft.models.checkpoint.locate import locate, read_spec
     from weft.models.spec.layout import Layout, check_layout
     from weft.models.torch.dry import compile_warm_up
-    from weft.serving.executor.backend import choose_kernels, recorded_steps, symmetric_bytes
+    from weft.serving.executor.backend import (
+        check_target,
+        choose_kernels,
+        recorded_steps,
+        symmetric_bytes,
+    )
     from weft.serving.executor.fetch import fetch
     from weft.serving.executor.loading import (
         compute_dtype,
@@ -82,6 +87,7 @@ def run(config: EngineConfig, topology: str, device: Device, *, as_json: bool = 
     )
     last = Layout(config.tp_size, config.ep, config.world_size - 1, config.cp, config.pp)
     kernels = choose_kernels(config, last, torch.device("cuda"))
+    check_target(config, gpu.target)
     if kernels == "overlapped" and last.stage_size > place.shape[1]:
         if overlapped:
             raise ConfigError(

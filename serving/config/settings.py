@@ -21,6 +21,7 @@ from weft.serving.config.slices import Slice, parse
 Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float16", "half", "float32"]
 Quantization = Literal["none", "int8"]
+KvCacheDtype = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda", "tpu"]
 Kernels = Literal["auto", "overlapped", "plain"]
 Placing = Literal["processes", "ray"]
@@ -145,6 +146,13 @@ class EngineConfig:
         Quantization,
         Help("int8 rounds weights when loading, with one scale per output channel; CPUs only"),
     ] = "none"
+    kv_cache_dtype: Annotated[
+        KvCacheDtype,
+        Help(
+            "fp8 (e4m3) stores keys and values in one byte per number, for twice the tokens; GPUs "
+            "only, from compute capability 8.9; auto is the compute type"
+        ),
+    ] = "auto"
     compress_weights: Annotated[
         bool,
         Help("store bfloat16 matrices losslessly in 12 bits per number, with compiled CPU kernels"),
@@ -553,7 +561,10 @@ TOPICS: dict[str, tuple[str, ...]] = {
         *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
         *("max_queue", "threads", "grammar_timeout"),
     ),
-    "Cache and memory": (*("memory_fraction", "kv_cache_memory", "block_size", "prefix_caching"),),
+    "Cache and memory": (
+        *("memory_fraction", "kv_cache_memory", "kv_cache_dtype", "block_size"),
+        "prefix_caching",
+    ),
     "Parallelism": ("tp", "ep", "redundant_experts", "cp", "pp", "dp", "devices"),
     "Several machines": (
         *("nodes", "executor", "node_address", "node_port", "node_token", "node_token_file"),

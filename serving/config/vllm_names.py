@@ -35,6 +35,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 VALUES: dict[str, dict[str, str]] = {
     "tool_parser": {"llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "reasoning_parser": dict.fromkeys(
         ("deepseek_r1", "deepseek_v3", "glm45", "holo2", "kimi_k2", "minimax_m2", "olmo3", "qwen3"),
         "think",

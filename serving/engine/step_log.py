@@ -53,6 +53,7 @@ class StepLog:
                 model=config.model,
                 dtype=config.dtype,
                 quantization=config.quantization,
+                kv_cache_dtype=config.kv_cache_dtype,
                 tp=config.tp_size,
                 ep=config.ep,
                 cp=config.cp,

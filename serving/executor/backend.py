@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FP8_CAPABILITY = 89
+"""The first compute capability with fp8 numbers, times ten."""
+
 
 def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     """Choose the kernels for a device: "overlapped" or "plain".
@@ -60,6 +63,11 @@ def choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -
 
 def _choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) -> str:
     gpu = device.type == "cuda"
+    if config.kv_cache_dtype != "auto" and not gpu and config.kernels != "overlapped":
+        raise ConfigError(
+            f"--kv-cache-dtype is {config.kv_cache_dtype}; on CPUs it must be auto, which keeps "
+            "keys and values in --dtype. fp8 needs --device cuda"
+        )
     if (gpu or config.kernels == "overlapped") and config.quantization != "none":
         which = "on GPUs" if gpu else "with --kernels overlapped"
         raise ConfigError(
@@ -80,6 +88,20 @@ def _choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) 
     if apart and layout.rank == config.replica.number == 0:
         logger.info("ranks exchange through NCCL (--kernels plain): %s", apart)
     return "overlapped" if layout.can_overlap and not apart else "plain"
+
+
+def check_target(config: EngineConfig, target: str) -> None:
+    """Refuse an fp8 KV cache on GPUs without fp8 numbers; `target` is such as "sm_80".
+
+    Raises:
+        ConfigError: the setting does not suit the target.
+    """
+    capability = target.removeprefix("sm_")
+    if config.kv_cache_dtype == "fp8" and capability.isdigit() and int(capability) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype is fp8; {target} has no fp8 numbers, and needs auto. GPUs have them "
+            f"from sm_{FP8_CAPABILITY}"
+        )
 
 
 Stage = list[tuple[int, int]]

@@ -36,6 +36,7 @@ ONLY: dict[str, object] = {
     "cp": 1,
     "pp": 1,
     "quantization": "none",
+    "kv_cache_dtype": "auto",
 }
 """The only values that the jax backend supports for these settings."""
 

@@ -29,6 +29,7 @@ from weft.serving.config.progress import compile_lines
 from weft.serving.config.settings import EngineConfig
 from weft.serving.config.slices import RankDevices
 from weft.serving.executor.backend import (
+    check_target,
     choose_kernels,
     homes,
     interpret_kernels,
@@ -134,7 +135,7 @@ def load_model(
     from weft.models.memory.available import available_memory
     from weft.models.memory.ledger import human_bytes
     from weft.models.spec.layout import Layout, check_layout
-    from weft.models.torch.device import choose_device, free_memory, gpu_name
+    from weft.models.torch.device import choose_device, free_memory, gpu_name, gpu_target
     from weft.models.torch.group import make_groups, meet
     from weft.models.torch.runner import TorchRunner
 
@@ -164,6 +165,7 @@ def load_model(
     if interpreted:
         interpret_kernels()
     if device.type == "cuda":
+        check_target(config, gpu_target(device))
         keep_kernels(config)
     if triton:
         if kernels == "overlapped" and layout.stage_size > 1:
@@ -223,6 +225,7 @@ def load_model(
         path,
         spec,
         dtype=dtype,
+        kv_dtype=kv_dtype(config),
         block_size=plan.block_size,
         max_num_seqs=config.capacity.max_num_seqs,
         max_num_batched_tokens=config.capacity.max_num_batched_tokens,
@@ -371,6 +374,7 @@ def plan_memory(
     return MemoryPlan(
         spec=local,
         dtype=dtype,
+        kv_dtype=kv_dtype(config),
         quantization=config.quantization,
         available=free,
         memory_fraction=config.capacity.memory_fraction,
@@ -406,7 +410,15 @@ def step_sizes(config: EngineConfig, plan: MemoryPlan, num_blocks: int) -> Sizes
         plan.max_model_len,
         plan.recordings,
         config.redundant_experts // config.ep,
+        kv_dtype(config),
     )
+
+
+def kv_dtype(config: EngineConfig) -> str | None:
+    """Return the KV cache's dtype, by its torch name; None is the compute dtype."""
+    from weft.models.spec.spec import FP8_CACHE
+
+    return FP8_CACHE if config.kv_cache_dtype == "fp8" else None
 
 
 def log_ledger(scope: str, ledger: Ledger) -> None:

@@ -151,14 +151,14 @@ def rotate_into_cache(
             float16 or bfloat16. It is not modified.
         rotation: the rotation for each token, float32 or any of those dtypes.
         keys, values: [num_blocks, Hk, block_size, D], the layer's cache; qkv's dtype, or
-            float8_e4m3fn. Only the tokens' slots are written.
+            float8_e4m3fn, which saturates. Only the tokens' slots are written.
         pages, slots: int32 or int64 [T]; where to write each token. No two tokens may have the same
             page and slot.
         heads: H.
         norms: head norms, applied before the rotation; weights in any of those dtypes.
         means: for norms over all heads together: the mean squares of each token's queries and keys,
             float32 [T, 2], as from `mean_squares`. The weights are [H * D] and [Hk * D].
-        scales: required for an fp8 cache, and refused for any other.
+        scales: of an fp8 cache; None for 1. Refused for any other cache.
 
     Returns:
         the queries [T, H, D], qkv's dtype; and status int32 [T]: 1 if the token's page or slot is
@@ -178,9 +178,11 @@ def rotate_into_cache(
     require_tensor(check, "qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), qkv.device, *RESULTS)
     for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
         require_tensor(check, f"rotation.{name}", table, (tokens, dim), qkv.device, *RESULTS)
-    dtype = qkv.dtype if scales is None else FP8
-    for name, cache in (("keys", keys), ("values", values)):
-        require_tensor(check, name, cache, tuple(keys.shape), qkv.device, dtype)
+    kept = (qkv.dtype, FP8) if scales is None else (FP8,)
+    require_tensor(check, "keys", keys, tuple(keys.shape), qkv.device, *kept)
+    require_tensor(check, "values", values, tuple(keys.shape), qkv.device, keys.dtype)
+    if keys.dtype == FP8:
+        require_fp8(check)
     for name, index in (("pages", pages), ("slots", slots)):
         require_tensor(check, name, index, (tokens,), qkv.device, torch.int32, torch.int64)
     if norms is not None:
@@ -191,7 +193,6 @@ def rotate_into_cache(
         check("means", "given", norms is not None, "not be: there are no norms")
         require_tensor(check, "means", means, (tokens, 2), qkv.device, torch.float32)
     if scales is not None:
-        require_fp8(check)
         require_tensor(check, "scales.k", scales.k, (kv_heads,), qkv.device, torch.float32)
         require_tensor(check, "scales.v", scales.v, (kv_heads,), qkv.device, torch.float32)
     queries = qkv.new_empty(tokens, heads, dim)

@@ -76,7 +76,9 @@ def _server(log: Path, model: str, spec: ModelSpec, place: Slice) -> Server:
         spec=spec,
         layout=layout,
         place=place,
-        precision=Precision(spec.compute_dtype(logged.dtype), logged.quantization),
+        precision=Precision(
+            spec.compute_dtype(logged.dtype), logged.quantization, logged.kv_cache_dtype
+        ),
         steps=[(step.batch, step.seconds) for step in steps if step.batch.tokens],
     )
 

@@ -18,7 +18,7 @@ from weft.models.memory.ledger import GIB, MIB, Ledger, human_bytes
 from weft.models.memory.plan import RECORDING, MemoryPlan, Recordings, copies_bytes
 from weft.models.spec.families import build_spec
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import DTYPE_BYTES, MoeSpec
+from weft.models.spec.spec import DTYPE_BYTES, FP8_CACHE, MoeSpec
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -61,6 +61,14 @@ def test_blocks_that_another_rank_has_no_room_for_are_left() -> None:
     assert least.num_blocks == own.num_blocks - 7
     assert least.left - own.left == 7 * own.kv_cache // own.num_blocks
     assert f"{least.num_blocks:,} blocks of 32 tokens" in least.render()
+
+
+def test_a_cache_in_fp8_has_twice_the_tokens() -> None:
+    sixteen, eight = (plan(kv_dtype=kind, kv_cache_memory=GIB) for kind in (None, FP8_CACHE))
+    each = sixteen.kv_cache // sixteen.num_blocks
+    assert eight.kv_cache // eight.num_blocks * 2 == each == 32 * KV_BYTES_PER_TOKEN
+    assert abs(eight.num_blocks - 2 * sixteen.num_blocks) <= 1
+    assert eight.weights == sixteen.weights
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -191,6 +191,15 @@ def test_a_window_bounds_what_attention_reads(models: dict[str, Path]) -> None:
     assert read(windowed, 1000) == read(windowed, 100) == read(spec, 100) < read(spec, 1000)
 
 
+def test_a_cache_in_fp8_halves_what_attention_reads_of_it(models: dict[str, Path]) -> None:
+    spec, batch = read_spec(models["llama"]), Batch(8, 100_000.0)
+    read = []
+    for kept in ("auto", "fp8"):
+        operators = RankModel(spec, Layout(), Precision("bfloat16", "none", kept)).operators(batch)
+        read.append(sum(each.read for each in operators if each.what == "attention"))
+    assert read[1] == pytest.approx(read[0] / 2, rel=1e-3)
+
+
 def test_few_tokens_need_few_experts(models: dict[str, Path]) -> None:
     """E (1 - (1 - k/E)^T): one token needs k experts, many tokens need all."""
     spec = read_spec(models["qwen3_moe"])

@@ -30,6 +30,7 @@ from weft.serving.config.settings import EngineConfig, Replica
 from weft.serving.config.slices import NodeSlice
 from weft.serving.executor import backend
 from weft.serving.executor.backend import (
+    check_target,
     choose_kernels,
     has_native_atomics,
     homes,
@@ -202,6 +203,18 @@ def test_what_gpus_cannot_do_is_refused() -> None:
         choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)
     with pytest.raises(ConfigError, match=r"in --dtype\. int8 needs --device cpu --kernels plain"):
         choose_kernels(EngineConfig(quantization="int8", kernels="overlapped"), Layout(), CPU)
+
+
+def test_an_fp8_cache_needs_gpus_with_fp8() -> None:
+    config = EngineConfig(kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is fp8; on CPUs it must be auto"):
+        choose_kernels(config, Layout(), CPU)
+    assert choose_kernels(replace(config, kernels="overlapped"), Layout(), CPU) == "overlapped"
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is fp8; sm_80 has no fp8 numbers"):
+        check_target(config, "sm_80")
+    check_target(EngineConfig(), "sm_80")
+    for target in ("sm_89", "sm_90", "sm_100", "gfx942"):
+        check_target(config, target)
 
 
 def test_ranks_of_different_kinds_are_told() -> None:

@@ -41,8 +41,8 @@ def expected(model: Path) -> list[list[int]]:
         return [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
 
 
-def complete(server: Server) -> str:
-    body = {"model": server.model, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+def complete(server: Server, max_tokens: int = 16) -> str:
+    body = {"model": server.model, "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0}
     response = server.http.post("/v1/completions", json=body | {"ignore_eos": True})
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["text"]
@@ -174,6 +174,16 @@ def test_stages_on_overlapped_kernels_answer_as_one_rank(
     with LLM(model, pp=2, kernels="overlapped", **SIZES) as llm:
         answers = llm.generate(PROMPTS[:3], few)
     assert [answer.token_ids for answer in answers] == [tokens[:3] for tokens in expected[:3]]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_an_fp8_cache_answer_as_one(model: Path, tmp_path: Path) -> None:
+    fp8 = {"kernels": "overlapped", "kv_cache_dtype": "fp8"}
+    answers = []
+    for ranks in (1, 2):
+        with start_server(model, tmp_path, cp=ranks, **fp8, **SIZES) as server:
+            answers.append(complete(server, max_tokens=3))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def expected(
     dim=st.sampled_from([2, 8, 24, 64, 80, 128, 256]),
     block_size=st.sampled_from([1, 4, 32]),
     norm=st.sampled_from(["none", "head", "heads"]),
-    fp8=st.booleans(),
+    fp8=st.sampled_from(["no", "scaled", "plain"]),
     wide=st.booleans(),
     bad=st.booleans(),
     dtype=DTYPES,
@@ -83,7 +83,7 @@ def test_equals_the_reference(
     dim: int,
     block_size: int,
     norm: str,
-    fp8: bool,
+    fp8: str,
     wide: bool,
     bad: bool,
     dtype: torch.dtype,
@@ -114,10 +114,12 @@ def test_equals_the_reference(
         widths = num_heads * dim, kv_heads * dim
         norms = HeadNorms(torch.rand(widths[0]).to(dtype), torch.rand(widths[1]), EPS)
         means = mean_squares(qkv, *widths)
-    cache_dtype = FP8 if fp8 else dtype
+    cache_dtype = dtype if fp8 == "no" else FP8
     shape = (num_blocks, kv_heads, block_size, dim)
     keys, values = Fenced(*shape, dtype=cache_dtype), Fenced(*shape, dtype=cache_dtype)
-    scales = CacheScales(torch.rand(kv_heads) + 0.1, torch.rand(kv_heads) + 0.1) if fp8 else None
+    scales = None
+    if fp8 == "scaled":
+        scales = CacheScales(torch.rand(kv_heads) + 0.1, torch.rand(kv_heads) + 0.1)
 
     queries, status = rotate_into_cache(
         *(qkv, Rotation.of(positions, inv_freq, torch.float32), keys.inside, values.inside),
@@ -144,7 +146,7 @@ def test_equals_the_reference(
         near(written, came[good], cache_dtype)
         left = cache.inside.float().transpose(1, 2)[untouched]
         assert (left == cache.poison.float()[0, 0]).all()
-    if not fp8:
+    if fp8 == "no":
         same(values.inside[pages[good].long(), :, slots[good].long()], v[good].to(dtype))
 
 
@@ -242,7 +244,14 @@ def arguments(**changes: object) -> dict[str, object]:
             },
             "scales.v's shape",
         ),
-        ({"keys": torch.zeros(2, 1, 4, 4).to(FP8)}, "keys's dtype is torch.float8_e4m3fn"),
+        (
+            {"keys": torch.zeros(2, 1, 4, 4).to(FP8)},
+            "values's dtype is torch.float32; it must be torch.float8_e4m3fn",
+        ),
+        (
+            {"keys": torch.zeros(2, 1, 4, 4).bfloat16()},
+            "keys's dtype is torch.bfloat16; it must be torch.float32 or torch.float8_",
+        ),
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, object], message: str) -> None:
@@ -253,9 +262,8 @@ def test_what_does_not_go_together(changes: dict[str, object], message: str) -> 
 def test_older_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "target", lambda: ("cuda", 80))
     cache = torch.zeros(2, 1, 4, 4).to(FP8)
-    scales = CacheScales(torch.ones(1), torch.ones(1))
     with pytest.raises(KernelError, match="fp8 is requested; it must not be: sm_80"):
-        rotate_into_cache(**arguments(keys=cache, values=cache.clone(), scales=scales))  # type: ignore[arg-type]
+        rotate_into_cache(**arguments(keys=cache, values=cache.clone()))  # type: ignore[arg-type]
 
 
 # Planted faults.

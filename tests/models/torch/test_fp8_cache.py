@@ -1,0 +1,77 @@
+"""A KV cache in fp8, with Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import make_checkpoint
+from support.steps import Driver
+
+from weft.kernels.gpu.rowwise.rope import rotate_into_cache
+from weft.kernels.interpreter.gpu import installed
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+from weft.models.checkpoint.locate import read_spec
+from weft.models.spec.spec import FP8_CACHE
+from weft.models.torch import gpu_model
+from weft.models.torch.runner import TorchRunner
+
+FP8 = torch.float8_e4m3fn
+BLOCKS, BLOCK = 24, 4
+
+
+def logprobs_of(path: Path, kv_dtype: str | None) -> tuple[np.ndarray, TorchRunner]:
+    """Log probabilities of prompts in chunks, of mixed steps, and of decodes."""
+    with installed():
+        runner = TorchRunner.load(
+            path,
+            read_spec(path),
+            dtype="float32",
+            kv_dtype=kv_dtype,
+            block_size=BLOCK,
+            max_num_seqs=2,
+            max_num_batched_tokens=16,
+            max_model_len=32,
+            home=VirtualHome(VirtualWorld(1), 0),
+        )
+        runner.allocate_kv_cache(BLOCKS)
+        runner.warm_up()
+        driver = Driver(runner, BLOCK, BLOCKS)
+        first = driver.add([7, 3, 90, 41, 12, 250, 33, 8, 61], 32, logprobs=0)
+        second = driver.add([11, 54, 199, 4, 77], 32, logprobs=0)
+        outs = [
+            driver.step((first, 6), prompt_logprobs=0),
+            driver.step((first, 3), (second, 4), prompt_logprobs=0),
+            driver.step((first, 1), (second, 1)),
+            driver.step((first, 1), (second, 1)),
+        ]
+    parts = [out.prompt_logprobs for out in outs] + [out.logprobs for out in outs]
+    return np.concatenate([part.chosen for part in parts if part is not None]), runner
+
+
+def rounding(qkv: Any, rotation: Any, keys: Any, values: Any, *place: Any, **options: Any) -> Any:
+    """`rotate_into_cache`, which then rounds what it has written as an fp8 cache does."""
+    done = rotate_into_cache(qkv, rotation, keys, values, *place, **options)
+    for cache in (keys, values):
+        cache.copy_(cache.clamp(-448, 448).to(FP8).to(cache.dtype))
+    return done
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("minimax_m2", marks=pytest.mark.slow), "olmo3"]
+)
+def test_keys_and_values_are_rounded_and_nothing_else(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    ours, runner = logprobs_of(path, FP8_CACHE)
+    exact, wide = logprobs_of(path, None)
+    assert runner.bytes_per_block * 4 == wide.bytes_per_block
+    assert {part.dtype for layer in runner._cache for part in layer} == {FP8}
+    monkeypatch.setattr(gpu_model, "rotate_into_cache", rounding)
+    rounded, _ = logprobs_of(path, None)
+    np.testing.assert_allclose(ours, rounded, atol=2e-5)
+    assert 1e-3 < abs(ours - exact).max() < 0.5
