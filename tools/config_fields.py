@@ -12,12 +12,14 @@ from weft.models.spec.config_table import (
     HARMLESS,
     HARMLESS_BY,
     ONLY,
+    ONLY_BY,
     READ,
     READ_BY,
     READ_FOR_TEXT,
     ROPE_HARMLESS,
     ROPE_READ,
     effect,
+    only,
     rope_effect,
 )
 from weft.models.spec.families import ALL_FAMILIES
@@ -79,12 +81,12 @@ Each method has its own fields. [models.md](models.md#quantized-checkpoints) nam
 def page() -> str:
     """The whole page."""
     families = [family.model_type for family in ALL_FAMILIES]
-    by_family = set().union(*READ_BY.values(), *HARMLESS_BY.values())
+    by_family = set().union(*READ_BY.values(), *HARMLESS_BY.values(), *ONLY_BY.values())
     of_all, of_some = [], []
     for name in sorted(READ | READ_FOR_TEXT | HARMLESS | set(ONLY) | by_family):
         found: dict[str, list[str]] = {}
         for family in families:
-            cell = _cell(effect(name, family), ONLY.get(name, ()))
+            cell = _cell(effect(name, family), only(family).get(name, ()))
             found.setdefault(cell, []).append(f"`{family}`")
         if len(found) == 1:
             of_all.append([f"`{name}`", *found])

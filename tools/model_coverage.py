@@ -46,8 +46,8 @@ PUBLISHED = (
     ("baidu/ERNIE-4.5-VL-*", "Ernie4_5_VLMoeForConditionalGeneration"),
     ("baidu/ERNIE-4.5-*-A*", "Ernie4_5_MoeForCausalLM"),
     ("inclusionAI/Ring-1T*", "BailingMoeV2ForCausalLM"),
-    ("inclusionAI/Ring-2.6-1T", "BailingMoeV2ForCausalLM"),
-    ("inclusionAI/Ling-2.6-1T", "BailingMoeV2ForCausalLM"),
+    ("inclusionAI/Ring-2.[56]-*", "BailingMoeV2_5ForCausalLM"),
+    ("inclusionAI/Ling-2.[56]-*", "BailingMoeV2_5ForCausalLM"),
 )
 """Models by name, and `architectures` in their config.json; the first match counts."""
 

@@ -101,6 +101,23 @@ READ_BY: dict[str, frozenset[str]] = {
             "use_qk_norm",
         }
     ),
+    "bailing_moe": frozenset(
+        {
+            "first_k_dense_replace",
+            "moe_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "n_group",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_shared_experts",
+            "partial_rotary_factor",
+            "rotary_dim",
+            "routed_scaling_factor",
+            "topk_group",
+            "use_qk_norm",
+            "use_qkv_bias",
+        }
+    ),
     "minimax_m2": frozenset(
         {
             "num_experts",
@@ -227,6 +244,21 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Fields with their supported values; null is the same as absent."""
 
+ONLY_BY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "bailing_moe": {
+        "moba_block_size": (),
+        "moe_router_enable_expert_bias": (True,),
+        "norm_head": (False,),
+        "norm_softmax": (False,),
+        "norm_topk_prob": (True,),
+        "router_dtype": ("fp32",),
+        "score_function": ("sigmoid",),
+        "use_bias": (False,),
+        "use_rmsnorm": (True,),
+    },
+}
+"""The same for fields of one family. The published code and vLLM agree on these values alone."""
+
 HARMLESS = frozenset(
     {
         # For training.
@@ -261,6 +293,15 @@ HARMLESS = frozenset(
 """Fields without an effect on answers."""
 
 HARMLESS_BY: dict[str, frozenset[str]] = {
+    "bailing_moe": frozenset(
+        {
+            "embedding_dropout",
+            "max_window_layers",
+            "mtp_loss_scaling_factor",
+            "num_nextn_predict_layers",
+            "output_dropout",
+        }
+    ),
     "glm4_moe": frozenset({"num_mtp_layers", "num_nextn_predict_layers"}),
     "hunyuan_v1_dense": frozenset({"eod_token_id", "sep_token_id"}),
     "hunyuan_v1_moe": frozenset({"eod_token_id", "sep_token_id"}),
@@ -318,9 +359,12 @@ def effect(name: str, model_type: str) -> Effect:
         return "read"
     if name in HARMLESS | HARMLESS_BY.get(model_type, frozenset()):
         return "harmless"
-    if name in ONLY:
-        return "only"
-    return "unknown"
+    return "only" if name in only(model_type) else "unknown"
+
+
+def only(model_type: str) -> dict[str, tuple[Any, ...]]:
+    """Return a family's fields in `ONLY` and `ONLY_BY`."""
+    return ONLY | ONLY_BY.get(model_type, {})
 
 
 def rope_effect(name: str) -> Effect:
@@ -336,15 +380,16 @@ def refuse_others(fields: Fields, model_type: str) -> None:
     Raises:
         ModelError: a field has another value.
     """
-    _check({name: ONLY[name] for name in ONLY if effect(name, model_type) == "only"}, fields)
+    checked = only(model_type).items()
+    _check({n: allowed for n, allowed in checked if effect(n, model_type) == "only"}, fields)
     if effect("partial_rotary_factor", model_type) == "only":
-        only = {"partial_rotary_factor": ONLY["partial_rotary_factor"]}
+        whole = {"partial_rotary_factor": ONLY["partial_rotary_factor"]}
         for name in ROPE_SECTIONS:
             section = fields.section(name)
-            _check(only, section)
+            _check(whole, section)
             for kind, inner in section.values.items():
                 if isinstance(inner, dict):
-                    _check(only, section.section(kind))
+                    _check(whole, section.section(kind))
 
 
 def unread(config: Mapping[str, Any], model_type: str) -> list[str]:
@@ -374,8 +419,8 @@ def _hints(
             yield f"{name} (did you mean {near[0]}?)" if near else name
 
 
-def _check(only: Mapping[str, tuple[Any, ...]], fields: Fields) -> None:
-    for name, allowed in only.items():
+def _check(supported: Mapping[str, tuple[Any, ...]], fields: Fields) -> None:
+    for name, allowed in supported.items():
         value = fields.values.get(name)
         known = any(type(value) is type(each) and value == each for each in allowed)
         if value is not None and not known:

@@ -96,6 +96,8 @@ class Decoder:
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         window: int | None = None,
         rope: RopeSpec | None = None,
+        block: str = "self_attn",
+        output: str = "o_proj",
         fused: str | None = None,
     ) -> AttentionSpec:
         """Describe layer i's attention.
@@ -108,9 +110,11 @@ class Decoder:
             norm_names: their names in the attention.
             window: the sliding window's size; None for full attention.
             rope: this layer's rotary embedding; None for the model's.
+            block: the attention's name in the layer.
+            output: the output projection's name in the attention.
             fused: the projection with queries, keys and values, if they are one tensor.
         """
-        name, rope = f"model.layers.{i}.self_attn", rope or self.rope
+        name, rope = f"model.layers.{i}.{block}", rope or self.rope
         order = rope.head_order(self.head_dim)
         hidden: Size = (self.hidden, "hidden")
         queries: Size = (self.heads * self.head_dim, "q_heads")
@@ -131,7 +135,7 @@ class Decoder:
             q=_ordered(q, order),
             k=_ordered(k, order),
             v=v,
-            o=_linear(f"{name}.o_proj", hidden, queries, o_bias),
+            o=_linear(f"{name}.{output}", hidden, queries, o_bias),
             rope=rope,
             scale=self.head_dim**-0.5,
             q_norm=head_norm(norm_names[0], q_size),

@@ -62,7 +62,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         num_kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         max_model_len=fields.integer("max_position_embeddings", family.max_position_embeddings),
-        embedding=decoder.table("model.embed_tokens", tied="lm_head" if tied else None),
+        embedding=decoder.table(family.embedding, tied="lm_head" if tied else None),
         layers=layers,
         norm=decoder.norm("model.norm"),
         lm_head=None if tied else decoder.table("lm_head"),
@@ -99,7 +99,8 @@ def _text_model(whole: Fields, architecture: str) -> tuple[Fields, Family]:
     transformers goes by the type: another family's may have tensors with the same names.
     """
     if (family := FAMILIES.get(architecture)) is not None:
-        whole.choice("model_type", (family.model_type,), default=family.model_type)
+        names = (family.model_type, *family.other_types)
+        whole.choice("model_type", names, default=family.model_type)
         return whole, family
     wrapper = WRAPPERS[architecture]
     whole.choice("model_type", (wrapper.model_type,), default=wrapper.model_type)
@@ -321,10 +322,45 @@ def _glm4_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     return decoder.layer(i, attention, decoder.experts(i, router, width=width, shared=shared))
 
 
-def _groups(fields: Fields, experts: int) -> tuple[int, int]:
+def _bailing_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(
+        i,
+        qkv_bias=fields.flag("use_qkv_bias", False),
+        norm="head" if fields.flag("use_qk_norm", True) else "none",
+        norm_names=("query_layernorm", "key_layernorm"),
+        block="attention",
+        output="dense",
+        fused="query_key_value",
+    )
+    if i < fields.integer("first_k_dense_replace", 1, low=0):
+        return decoder.layer(i, attention, decoder.mlp(i))
+    width = fields.integer("moe_intermediate_size")
+    count = decoder.count_experts("num_experts")
+    router = decoder.router(
+        i,
+        count,
+        normalize=True,
+        bias=("mlp.gate.expert_bias",),
+        scoring="sigmoid",
+        groups=_groups(fields, count, absent=(8, 4)),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        in_float32=True,
+    )
+    shared = fields.integer("num_shared_experts", 1, low=0)
+    shared *= fields.integer("moe_shared_expert_intermediate_size", width)
+    experts = decoder.experts(
+        i,
+        router,
+        width=width,
+        shared=decoder.mlp(i, block="mlp.shared_experts", width=shared) if shared else None,
+    )
+    return decoder.layer(i, attention, experts)
+
+
+def _groups(fields: Fields, experts: int, absent: tuple[int, int] = (1, 1)) -> tuple[int, int]:
     """Read the number of groups of experts, and of groups per token."""
-    groups = fields.integer("n_group", 1)
-    top_groups = fields.integer("topk_group", 1)
+    groups = fields.integer("n_group", absent[0])
+    top_groups = fields.integer("topk_group", absent[1])
     if experts % groups:
         raise fields.error("n_group", f"a divisor of the {experts} experts")
     if top_groups > groups:
@@ -535,6 +571,8 @@ class Family:
             with None do not have the field.
         neighbours: as in RopeSpec.
         ropes_by_kind: layers with and without a window have their own rotary embeddings.
+        embedding: its name in the checkpoint.
+        other_types: other names of the family in config.json.
         skipped: name patterns for more tensors without an effect; `{layers}` is the number of
             layers, because heads that predict several tokens are stored as layers.
     """
@@ -548,6 +586,8 @@ class Family:
     tied: bool = False
     neighbours: bool = False
     ropes_by_kind: bool = False
+    embedding: str = "model.embed_tokens"
+    other_types: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
@@ -587,6 +627,17 @@ FAMILIES = {
     "Glm4ForCausalLM": Family("glm4", _glm4, 131_072, 1.5625e-7, rotated=0.5, neighbours=True),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe", _glm4_moe, 131_072, 1e-5, rotated=0.5, skipped=NEXT_LAYER
+    ),
+    "BailingMoeV2ForCausalLM": Family(
+        "bailing_moe",
+        _bailing_moe,
+        32_768,
+        1e-6,
+        600_000.0,
+        rotated=1.0,
+        embedding="model.word_embeddings",
+        other_types=("bailing_moe_v2",),
+        skipped=NEXT_LAYER,
     ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", _minimax_m2, 196_608, 1e-6, 5_000_000.0, rotated=1.0

@@ -154,7 +154,7 @@ def _rotated(fields: Fields, scaling: Fields, head_dim: int, family: RopeDefault
         return head_dim
     name = "partial_rotary_factor"
     given = scaling if scaling.has(name) else fields
-    if family.model_type == "minimax_m2" and not given.has(name):
+    if family.model_type in ("bailing_moe", "minimax_m2") and not given.has(name):
         dim = fields.integer("rotary_dim", head_dim, high=head_dim)
         if dim % 2:
             raise fields.error("rotary_dim", "an even number")

@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from support import bailing
+
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 320
 
@@ -32,6 +34,7 @@ FAMILIES = {
     "phi3": "Phi3Config",
     "glm": "GlmConfig",
     "glm4_moe": "Glm4MoeConfig",
+    "bailing_moe": "Glm4MoeConfig",
     "minimax_m2": "MiniMaxM2Config",
     "hy_v3": "HYV3Config",
     "ernie4_5": "Ernie4_5Config",
@@ -116,6 +119,14 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
     },
+    "bailing_moe": {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_group": 8,
+        "topk_group": 4,
+        "use_qk_norm": True,
+    },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
     "olmo3": {"num_hidden_layers": 4, "sliding_window": 6},
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 6},
@@ -175,8 +186,15 @@ def make_checkpoint(
                     buffer.normal_(std=0.3)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    if family == "bailing_moe":
+        bailing.rewrite(path)
     make_tokenizer(path)
     return path
+
+
+def oracle(path: Path) -> Path:
+    """Return the checkpoint that transformers loads with the same model as the one in `path`."""
+    return path / bailing.GLM if (path / bailing.GLM).exists() else path
 
 
 def make_tokenizer(path: Path) -> None:

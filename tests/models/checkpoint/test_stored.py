@@ -42,7 +42,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints to quantise. Neither heads nor widths are multiples of all blocks."""
     return {
         family: make_checkpoint(tmp_path_factory.mktemp(family), family)
-        for family in ("llama", "phi3", "qwen3_moe")
+        for family in ("llama", "phi3", "qwen3_moe", "bailing_moe")
     }
 
 
@@ -60,12 +60,12 @@ def check_equal(quantized: Path, plain: Path, layouts: list[Layout]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "bailing_moe"])
 def test_every_format_is_read_as_its_numbers(
     family: str, form: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     """Scales are in other files than the codes, and ranks' cuts are inside blocks."""
-    layouts = EXPERT_LAYOUTS if family == "qwen3_moe" else LAYOUTS
+    layouts = EXPERT_LAYOUTS if family.endswith("_moe") else LAYOUTS
     check_equal(*quantize(sources[family], tmp_path, FORMATS[form], files=2), layouts)
 
 

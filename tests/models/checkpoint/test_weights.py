@@ -216,10 +216,11 @@ def test_transposed_experts_are_turned(tmp_path: Path) -> None:
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "bailing_moe"])
 def test_layers_that_predict_more_tokens_are_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
 ) -> None:
-    path = make_checkpoint(tmp_path, "glm4_moe")
+    path = make_checkpoint(tmp_path, family)
     name = "model.layers.2.eh_proj.weight"
     _edit(path, lambda tensors: tensors.update({name: torch.zeros(2, 3)}))
     caplog.set_level("INFO", "weft")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.checkpoints import VOCAB_SIZE, make_checkpoint, oracle
 from support.switches import shard_tokens
 
 from weft.models.checkpoint.locate import read_spec
@@ -60,6 +60,7 @@ CASES = [
         *("glm4_moe", {"n_group": 4, "topk_group": 2, "use_qk_norm": True}, 4, 2),
         id="glm4_moe, groups, tp 4, ep 2",
     ),
+    pytest.param("bailing_moe", {}, 2, 2, id="bailing_moe, tp 2, ep 2"),
     pytest.param("minimax_m2", ONE_HEAD, 2, 2, id="minimax_m2, one KV head, tp 2, ep 2"),
     pytest.param("olmo3", {}, 2, 1, id="olmo3, tp 2"),
     pytest.param("exaone4", {}, 4, 1, marks=slow, id="exaone4, tp 4"),
@@ -272,6 +273,6 @@ def _step(
 def _transformers_logits(path: Path, requests: list[list[int]]) -> list[np.ndarray[Any, Any]]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(oracle(path), dtype=torch.float32)
     with torch.no_grad():
         return [model(torch.tensor([tokens])).logits[0].numpy() for tokens in requests]

@@ -41,6 +41,8 @@ QWEN3_MOE = LLAMA | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+LING = "BailingMoeV2ForCausalLM"
+"""An architecture without a class in transformers."""
 EACH = QWEN3_MOE | {
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -86,7 +88,7 @@ def test_sizes_come_from_the_config() -> None:
     assert spec.weight_bytes("float32") == 4 * spec.parameters
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name != LING])
 def test_absent_fields_have_transformers_defaults(architecture: str) -> None:
     family = FAMILIES[architecture]
     config = config_of(architecture)
@@ -102,6 +104,36 @@ def test_absent_fields_have_transformers_defaults(architecture: str) -> None:
     assert rope.theta == expected.get("rope_theta", theirs.default_theta)
     assert rope.dim == spec.head_dim * expected.get("partial_rotary_factor", 1.0)
     assert (spec.lm_head is None) == theirs.tie_word_embeddings
+
+
+def test_absent_fields_have_the_defaults_of_the_published_code() -> None:
+    """Those in configuration_bailing_moe_v2.py, which is not in transformers."""
+    config = config_of(LING) | {"num_experts": 16, "num_hidden_layers": 3}
+    del config["max_position_embeddings"], config["rms_norm_eps"]
+    spec = build_spec(config, SOURCE)
+    assert (spec.max_model_len, {norm.eps for norm in norms_of(spec)}) == (32_768, {1e-6})
+    assert spec.lm_head is not None
+    assert ropes_of(config) == {RopeSpec(600_000.0, 16)}
+    assert spec.layers[0].attention.q_norm is not None
+    assert spec.layers[0].attention.q.bias is None
+    dense, moe, _ = (layer.feed_forward for layer in spec.layers)
+    assert isinstance(dense, MlpSpec)
+    assert isinstance(moe, MoeSpec)
+    assert (moe.router.groups, moe.router.top_groups, moe.router.scale) == (8, 4, 1.0)
+    assert moe.shared is not None
+    assert moe.shared.gate.weight.shape == (48, 64)
+
+
+def test_ling_rotates_a_part_by_either_field() -> None:
+    config = config_of(LING)
+    for fields in (
+        {"rotary_dim": 8},
+        {"partial_rotary_factor": 0.5},
+        {"partial_rotary_factor": 0.5, "rotary_dim": 4},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"model_type": "bailing_moe_v2", "rotary_dim": 8},
+    ):
+        assert ropes_of(config | fields) == {RopeSpec(600_000.0, 8)}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -527,6 +559,14 @@ def test_layer_types_are_checked(
         ),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 256}, "rotary_dim is 256; supported is at most 16"),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 7}, "rotary_dim is 7; supported is an even number"),
+        (LING, {"model_type": "bailing_hybrid"}, "model_type is 'bailing_hybrid'; supported is "),
+        (LING, {"moba_block_size": 1024}, "moba_block_size is 1024; supported is no such field"),
+        (LING, {"use_bias": True}, "use_bias is true; supported is false"),
+        (LING, {"norm_head": True}, "norm_head is true; supported is false"),
+        (LING, {"norm_topk_prob": False}, "norm_topk_prob is false; supported is true"),
+        (LING, {"score_function": "softmax"}, "score_function is 'softmax'; supported is "),
+        (LING, {"router_dtype": "bf16"}, "router_dtype is 'bf16'; supported is 'fp32'"),
+        (LING, {"topk_group": 9}, "topk_group is 9; supported is at most n_group, 8"),
     ],
 )
 def test_values_of_one_family_are_refused_by_name(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, oracle
 from support.ragged import Step, run_ragged
 
 from weft.models.checkpoint.locate import read_spec
@@ -135,6 +135,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, two shared experts": (
         "glm4_moe",
         {"n_shared_experts": 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "bailing_moe": ("bailing_moe", {}),
+    "bailing_moe, bias, other groups, yarn": (
+        "bailing_moe",
+        {
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "bailing_moe, two shared experts, no q/k norm": (
+        "bailing_moe",
+        {"n_shared_experts": 2, "use_qk_norm": False, "tie_word_embeddings": True},
     ),
     "minimax_m2": ("minimax_m2", {}),
     "minimax_m2, one KV head": ("minimax_m2", {"num_key_value_heads": 1, "rotary_dim": 16}),
@@ -275,6 +291,7 @@ def _transformers_logits(
 ) -> list[torch.Tensor]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    path = oracle(path)
     several = hasattr(AutoConfig.from_pretrained(path), "vision_config")
     auto = AutoModelForImageTextToText if several else AutoModelForCausalLM
     model = auto.from_pretrained(path, dtype=dtype)

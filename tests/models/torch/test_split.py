@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deep": ("llama", {"num_hidden_layers": 5}),
     "shared gate": ("qwen2_moe", {}),
     "groups": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
+    "ling": ("bailing_moe", {}),
     "wide norms": ("minimax_m2", {}),
     "output norms": ("olmo3", {}),
     "four norms": ("glm4", {}),
@@ -65,6 +66,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "shared bias": ("hy_v3", {"mlp_bias": True, "first_k_dense_replace": 0}),
     "neighbours": ("ernie4_5_moe", {}),
     "one tensor": ("phi3", {"num_hidden_layers": 1}),
+    "ling": ("bailing_moe", {"first_k_dense_replace": 0, "num_hidden_layers": 1}),
     "half turned": ("glm", {"num_hidden_layers": 1}),
     "not turned": ("smollm3", {"num_hidden_layers": 4}),
     "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
@@ -73,7 +75,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
 """Small models for Triton's slow interpreter: one layer, or two with pipeline stages."""
 
 FAMILIES = (
-    *("shared bias", "neighbours", "one tensor", "half turned", "not turned"),
+    *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
     *("scaled queries", "normed after turning", "output norms"),
 )
 
@@ -81,6 +83,9 @@ CASES: list[Case] = [
     *((model, "float32", Layout(tp=2)) for model in MODELS),
     *((model, "float32", Layout(tp=4)) for model in ("llama", "odd vocabulary", "experts", *NEWER)),
     ("groups", "float32", Layout(tp=2, ep=2)),
+    ("ling", "float32", Layout(tp=4)),
+    ("ling", "float32", Layout(ep=2)),
+    ("ling", "bfloat16", Layout(tp=2, ep=2)),
     ("wide norms", "float32", Layout(cp=2)),
     *((model, "float32", Layout(ep=2)) for model in ("groups", "shared gate")),
     *((model, "float32", Layout(ep=4)) for model in ("groups", "wide norms")),
