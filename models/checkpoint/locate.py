@@ -1,10 +1,11 @@
 """Finds a checkpoint on this machine, and reads its config.json.
 
-A model is named by a bundled model's name, a directory, an id on the Hugging Face hub, or a URL
-with s3:// or gs://. An id and a URL are looked up in a cache; download.py fills the cache.
+A model is named by a bundled model's name, a directory, a GGUF file, an id on the Hugging Face hub,
+or a URL with s3:// or gs://. An id and a URL are looked up in a cache; download.py fills the cache.
+A GGUF file's path stands for a directory's: `read_config` and `find_files` know both.
 
-Only JSON is read here: no tensors and no code. `auto_map` in a config.json names Python files in
-the checkpoint; it is ignored.
+Only JSON and GGUF headers are read here: no tensors and no code. `auto_map` in a config.json names
+Python files in the checkpoint; it is ignored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, ModelError
+from weft.models.checkpoint.gguf_header import SUFFIX, check_gguf, is_gguf
+from weft.models.checkpoint.gguf_model import gguf_config
 from weft.models.spec.families import build_spec
 from weft.models.spec.spec import ModelSpec
 
@@ -33,7 +36,7 @@ OTHER_WEIGHTS = (
         "merge it into the model with peft (merge_and_unload) and save that",
     ),
     ("model-*-of-*.safetensors", "which only an index joins", f"get {INDEX_FILE}, too"),
-    ("*.gguf", "in llama.cpp's format", "weft reads safetensors; give the original model"),
+    ("*.gguf", "in llama.cpp's format", "give the path of one such file as the model"),
     (
         "pytorch_model*.bin",
         "pickled, which can run code",
@@ -130,7 +133,7 @@ class Bucket:
 
 
 def remote(model: str, revision: str | None = None) -> HubModel | Bucket | None:
-    """Tell where a model comes from; None for a directory or a bundled model.
+    """Tell where a model comes from; None for a directory, a GGUF file or a bundled model.
 
     Args:
         model: the model, as a user names it. A directory with the same name as a hub id comes
@@ -157,9 +160,9 @@ def remote(model: str, revision: str | None = None) -> HubModel | Bucket | None:
             raise ConfigError(f"--model is {model}; it must be hf://OWNER/NAME")
     if not is_url and (model in BUNDLED or _directory(model).exists()):
         if revision is not None:
-            raise ConfigError(f"--revision is {revision}; {model} is a directory on this machine")
+            raise ConfigError(f"--revision is {revision}; {model} is on this machine")
         return None
-    if not _HUB_ID.fullmatch(name):
+    if not _HUB_ID.fullmatch(name) or (name.endswith(SUFFIX) and not is_url):
         return None
     return HubModel(name, revision or "main", is_url)
 
@@ -171,15 +174,16 @@ def is_like_a_model(text: str) -> bool:
         or _HUB_ID.fullmatch(text) is not None
         or (text.startswith(("hf://", "s3://", "gs://")) and not re.search(r"\s", text))
         or os.path.isfile(os.path.join(os.path.expanduser(text), "config.json"))
+        or (text.endswith(SUFFIX) and os.path.isfile(os.path.expanduser(text)))
     )
 
 
 def locate(model: str, revision: str | None = None) -> Path:
-    """Return the checkpoint's directory on this machine.
+    """Return the checkpoint's directory, or GGUF file, on this machine.
 
     Args:
-        model: a bundled model's name (see `BUNDLED`), a directory, OWNER/NAME on the hub, or a URL.
-            Write ./NAME for a directory with a bundled model's name.
+        model: a bundled model's name (see `BUNDLED`), a directory, a GGUF file, OWNER/NAME on the
+            hub, or a URL. Write ./NAME for a directory with a bundled model's name.
         revision: a branch, tag or commit for a hub id.
 
     Raises:
@@ -188,13 +192,13 @@ def locate(model: str, revision: str | None = None) -> Path:
             downloaded.
     """
     path = find(model, revision)
-    if not (path / "config.json").is_file():
+    if not is_gguf(path) and not (path / "config.json").is_file():
         raise ModelError(_what_is_wrong(path))
     return path
 
 
 def find(model: str, revision: str | None = None) -> Path:
-    """Return a model's or tokenizer's directory without checking its content; see `locate`."""
+    """Return a model's or tokenizer's path without checking its content; see `locate`."""
     source = remote(model, revision)
     match source:
         case HubModel():
@@ -222,11 +226,15 @@ def is_complete(path: Path) -> bool:
 
 
 def find_files(path: Path) -> list[Path]:
-    """List a checkpoint's safetensors files, by its index if there is one.
+    """List a checkpoint's files with weights: safetensors, by the index if there is one, or GGUF.
 
     Raises:
-        ModelError: no file exists, one is missing, or the index is malformed.
+        ModelError: no file exists, one is missing, the index is malformed, or the package `gguf`
+            for a GGUF file is missing.
     """
+    if is_gguf(path):
+        check_gguf()
+        return [path]
     if (path / SINGLE_FILE).exists():
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE
@@ -273,7 +281,8 @@ def other_weights(names: Iterable[str]) -> str:
 def model_name(model: str) -> str:
     """Return a model's name for the API: the hub id, or the last part of the path.
 
-    A snapshot in the hub's cache has its model's name, not its commit's.
+    A snapshot in the hub's cache has its model's name, not its commit's. A GGUF file's name lacks
+    its suffix.
     """
     source = remote(model)
     if isinstance(source, HubModel):
@@ -283,16 +292,30 @@ def model_name(model: str) -> str:
     path = Path(os.path.abspath(os.path.expanduser(model)))
     if path.parent.name == "snapshots" and (cached := _HUB_FOLDER.fullmatch(path.parts[-3])):
         return f"{cached[1]}/{cached[2]}"
-    return path.resolve().name
+    return path.resolve().name.removesuffix(SUFFIX)
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """Describe the model in the directory `path`, from its config.json.
+    """Describe the model at `path`, from its config.json or its GGUF metadata.
 
     Raises:
-        ModelError: config.json cannot be read, or the model is not supported.
+        ModelError: config.json or the file cannot be read, or the model is not supported.
     """
-    return build_spec(read_json(path / "config.json"), path / "config.json")
+    return build_spec(read_config(path), config_file(path))
+
+
+def config_file(path: Path) -> Path:
+    """Return the file that describes the model at `path`: config.json, or the GGUF file itself."""
+    return path if is_gguf(path) else path / "config.json"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read config.json, or its fields from a GGUF file.
+
+    Raises:
+        ModelError: it cannot be read, or the GGUF file is not supported.
+    """
+    return gguf_config(path) if is_gguf(path) else read_json(config_file(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -323,13 +346,10 @@ def _what_is_wrong(path: Path) -> str:
     if not path.exists():
         return (
             f"no checkpoint at {path}: give a directory with config.json and safetensors files, "
-            f"a model on the hub (OWNER/NAME), or a bundled model ({', '.join(BUNDLED)})"
+            "a GGUF file, a model on the hub (OWNER/NAME), or a bundled model "
+            f"({', '.join(BUNDLED)})"
         )
     if not path.is_dir():
-        if path.suffix == ".gguf":
-            return (
-                f"{path} is in llama.cpp's format: weft reads safetensors; give the original model"
-            )
         return f"{path} is a file: give the directory with config.json and the weights"
     link = path / "config.json"
     if link.is_symlink():

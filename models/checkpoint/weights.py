@@ -1,6 +1,7 @@
-"""safetensors -> tensors, checked against the model's spec before any tensor is read.
+"""A checkpoint's files -> tensors, checked against the model's spec before any tensor is read.
 
-1. Find the files: model.safetensors, or the shards that model.safetensors.index.json names.
+1. Find the files: model.safetensors, the shards that model.safetensors.index.json names, or one
+   GGUF file.
 2. Read every file's header and compare it with the ModelSpec. A missing, unexpected or mis-shaped
    tensor, a dtype other than plain floating point, or a truncated file raises a ModelError with
    file and tensor. Only tensors in `ModelSpec.skipped` are skipped; the log names them.
@@ -9,7 +10,8 @@
    tensor, and reads only what the rank keeps. NaN or an infinity in a tensor raises a ModelError.
 
 A quantised matrix is one entry here, with its own name and shape (stored.py). `read` converts the
-part to float32, so no backend sees the checkpoint's quantisation.
+part to float32, so no backend sees the checkpoint's quantisation. A tensor in a GGUF file is an
+entry, too (gguf_tensor.py).
 
 Not handled: pickled checkpoints (they can run code), and writing. Overwriting a mapped file in
 place kills the process (SIGBUS); replacing it by renaming is safe.
@@ -29,6 +31,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
+from weft.models.checkpoint.gguf_header import is_gguf
+from weft.models.checkpoint.gguf_model import gguf_tensors
+from weft.models.checkpoint.gguf_tensor import GgufTensor
 from weft.models.checkpoint.locate import find_files
 from weft.models.checkpoint.stored import (
     PART_ENDS,
@@ -58,6 +63,9 @@ PLAIN_DTYPES = ("F32", "BF16", "F16")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in total)."""
+
+Stored = Entry | Quantized | GgufTensor
+"""A tensor in a checkpoint."""
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +230,7 @@ def _damage(file: Path) -> str:
 
 def _check_files(
     path: Path, spec: ModelSpec
-) -> tuple[dict[str, Entry | Quantized], dict[str, Place], dict[str, Entry | Quantized]]:
+) -> tuple[dict[str, Stored], dict[str, Place], dict[str, Stored]]:
     """Compare all headers with the spec.
 
     Returns:
@@ -233,8 +241,8 @@ def _check_files(
         place: place.tensors(each.shape[0]) for each in weights for place in each.known_places
     }
     known = {name for names in tensors.values() for name in names}
-    entries: dict[str, Entry | Quantized] = {}
-    for stored, entry in join_quantized(_read_headers(path), spec.quantization).items():
+    entries: dict[str, Stored] = {}
+    for stored, entry in _stored(path, spec).items():
         name = _known_name(stored, known)
         if (other := entries.setdefault(name, entry)) is not entry:
             raise ModelError(f"{other.file} and {entry.file} both have {name}")
@@ -252,7 +260,8 @@ def _check_files(
     if unexpected := [name for name in rest if not _patterns(name, spec)]:
         raise _unexpected(unexpected, rest[unexpected[0]].file, spec)
     if missing := [name for name in expected if name not in entries]:
-        raise ModelError(f"{path} lacks {_join_first(missing)}, in any of its safetensors files")
+        where = "" if is_gguf(path) else ", in any of its safetensors files"
+        raise ModelError(f"{path} lacks {_join_first(missing)}{where}")
     for name, shape in expected.items():
         _check_tensor(entries[name], shape)
     if lm_head is not None:
@@ -260,8 +269,20 @@ def _check_files(
     return entries, places, rest
 
 
+def _stored(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
+    """Return every tensor in a checkpoint; a quantised matrix is one."""
+    if is_gguf(path):
+        return gguf_tensors(path)
+    return join_quantized(_read_headers(path), spec.quantization)
+
+
+def _described(file: Path) -> str:
+    """Name the part of a checkpoint that describes the model, for messages about a file of it."""
+    return "its metadata" if is_gguf(file) else "config.json"
+
+
 def _read_headers(path: Path) -> dict[str, Entry]:
-    """Return every tensor in a checkpoint's files."""
+    """Return every tensor in a checkpoint's safetensors files."""
     entries: dict[str, Entry] = {}
     for file in find_files(path):
         handle = _open(file)
@@ -282,7 +303,7 @@ def _known_name(stored: str, known: Set[str]) -> str:
     return stored
 
 
-def _is_extra_bias(name: str, entries: Mapping[str, Entry | Quantized]) -> bool:
+def _is_extra_bias(name: str, entries: Mapping[str, Stored]) -> bool:
     """Tell whether a name is the bias of a GPTQ matrix; AutoGPTQ gives one to every matrix."""
     if not name.endswith(".bias"):
         return False
@@ -290,7 +311,7 @@ def _is_extra_bias(name: str, entries: Mapping[str, Entry | Quantized]) -> bool:
     return isinstance(matrix, Quantized) and matrix.spec.format in ("gptq", "gptq_v2")
 
 
-def _check_zero(bias: Entry | Quantized) -> None:
+def _check_zero(bias: Stored) -> None:
     """Check that a bias without a place in the model has no effect."""
     tensor = _open(bias.file).get_tensor(bias.name)
     if tensor.count_nonzero():
@@ -308,16 +329,17 @@ def _unexpected(names: Sequence[str], file: Path, spec: ModelSpec) -> ModelError
     if any(name.endswith(PART_ENDS) for name in names):
         here = "no" if spec.quantization is None else "another"
         return ModelError(f"{what} part of a quantized weight; config.json has {here} {SECTION}")
-    return ModelError(f"{what} no part of {spec.architecture}: remove it, or correct config.json")
+    advice = f"remove it, or correct {_described(file)}"
+    return ModelError(f"{what} no part of {spec.architecture}: {advice}")
 
 
-def _log_skipped(skipped: Mapping[str, Entry | Quantized], spec: ModelSpec) -> None:
+def _log_skipped(skipped: Mapping[str, Stored], spec: ModelSpec) -> None:
     patterns = sorted({_patterns(name, spec)[0] for name in skipped})
     size = human_bytes(sum(entry.bytes for entry in skipped.values()))
     logger.info("skipped tensors: %d, %s: %s", len(skipped), size, ", ".join(patterns))
 
 
-def _check_tied(embedding: Entry | Quantized, lm_head: Entry | Quantized) -> None:
+def _check_tied(embedding: Stored, lm_head: Stored) -> None:
     """Compare a tied model's LM head with its embedding. Some exports hold both.
 
     Raises:
@@ -344,7 +366,7 @@ def _check_tied(embedding: Entry | Quantized, lm_head: Entry | Quantized) -> Non
         )
 
 
-def _check_finite(tensor: Tensor, entry: Entry | Quantized) -> None:
+def _check_finite(tensor: Tensor, entry: Stored) -> None:
     """Raise ModelError if the tensor holds NaN or an infinity.
 
     Either makes the sum NaN or infinite, and the sum takes a few percent of loading's time. A sum
@@ -358,11 +380,12 @@ def _check_finite(tensor: Tensor, entry: Entry | Quantized) -> None:
         raise ModelError(f"{entry.file}: {entry.name} holds {number}; the file is damaged")
 
 
-def _check_tensor(entry: Entry | Quantized, shape: tuple[int, ...]) -> None:
+def _check_tensor(entry: Stored, shape: tuple[int, ...]) -> None:
     """Compare a tensor's header with its spec."""
     if entry.shape != shape:
         raise ModelError(
-            f"{entry.file}: {entry.name} has shape {entry.shape}; by config.json it is {shape}"
+            f"{entry.file}: {entry.name} has shape {entry.shape}; by {_described(entry.file)} it "
+            f"is {shape}"
         )
     if isinstance(entry, Entry) and entry.dtype not in PLAIN_DTYPES:
         supported = ", ".join(PLAIN_DTYPES)

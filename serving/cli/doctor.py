@@ -368,7 +368,7 @@ def _gpu() -> Finding:
 
 def _model(config: EngineConfig) -> Finding:
     """Check a checkpoint's files, tensor names and shapes, without reading the weights."""
-    from weft.models.checkpoint.locate import locate, read_spec, remote
+    from weft.models.checkpoint.locate import find_files, locate, read_spec, remote
     from weft.models.checkpoint.weights import Weights
     from weft.serving.engine.generation_config import load_generation_config
     from weft.serving.engine.tokenizer import load_tokenizer
@@ -394,7 +394,7 @@ def _model(config: EngineConfig) -> Finding:
             f"{config.model}: {error}",
             "correct the setting, or give the directory of a complete checkpoint",
         )
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1024**2
+    size = sum(file.stat().st_size for file in find_files(path)) / 1024**2
     return Finding(
         "model", "ok", f"{config.model}: {spec.architecture}, {size:,.0f} MiB of weights"
     )

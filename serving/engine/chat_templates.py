@@ -314,7 +314,7 @@ class ChatTemplates:
         """Read a checkpoint's templates.
 
         Args:
-            path: the tokenizer's directory.
+            path: the tokenizer's directory or GGUF file.
             config: tokenizer_config.json's content.
             special_tokens: see the class.
             file: a replacement for the checkpoint's template.
@@ -361,7 +361,7 @@ def _of_checkpoint(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ModelError: a template is no text, not UTF-8, or not valid Jinja.
     """
-    config_file = path / "tokenizer_config.json"
+    config_file = path if path.is_file() else path / "tokenizer_config.json"
     templates = config.get("chat_template") or {}
     if isinstance(templates, str):
         templates = {"default": templates}

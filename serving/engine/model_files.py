@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from weft.models.checkpoint.locate import find, find_files, locate, read_json, read_spec
+from weft.models.checkpoint.locate import (
+    config_file,
+    find,
+    find_files,
+    locate,
+    read_config,
+    read_spec,
+)
 from weft.models.spec.families import unread_fields
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.generation_config import GenerationConfig
@@ -29,9 +36,9 @@ def check_model(config: EngineConfig) -> None:
 
 def warn_of_unread_fields(config: EngineConfig) -> None:
     """Log the unused fields in config.json: one may be misspelt."""
-    file = locate(config.model, config.revision) / "config.json"
-    if fields := unread_fields(read_json(file)):
-        logger.warning("%s: weft does not read %s", file, ", ".join(fields))
+    path = locate(config.model, config.revision)
+    if fields := unread_fields(read_config(path)):
+        logger.warning("%s: weft does not read %s", config_file(path), ", ".join(fields))
 
 
 def warn_of_ignored_defaults(generation_config: GenerationConfig) -> None:

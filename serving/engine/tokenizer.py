@@ -8,6 +8,8 @@ A chat template yields one text for the tokenizer. So control tokens in a messag
 user writes `<|im_end|>`) act as control tokens, as with transformers and vLLM. Filter untrusted
 text first if it must not control the model in this way.
 
+A GGUF file's tokenizer is built from its metadata (gguf_tokenizer.py).
+
 Not handled: tokenizers without a `tokenizer.json` (save them once with transformers to get one),
 tokenizers written in Python, images and audio.
 """
@@ -22,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ModelError, RequestError, shown
+from weft.models.checkpoint.gguf_header import is_gguf
+from weft.models.checkpoint.gguf_model import gguf_config
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.chat_templates import ChatTemplates
+from weft.serving.engine.gguf_tokenizer import check_gguf_tokenizer, read_gguf_tokenizer
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -108,12 +113,12 @@ class Tokenizer:
         chat_template: str | Path | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> Tokenizer:
-        """Load from a directory, without downloads and without running the checkpoint's code.
+        """Load from files, without downloads and without running the checkpoint's code.
 
         Args:
-            path: directory with `tokenizer.json`.
-            model: the checkpoint's directory, if it is a different one. Its
-                `generation_config.json` and `config.json` name end tokens too.
+            path: directory with `tokenizer.json`, or GGUF file.
+            model: the checkpoint's directory or GGUF file, if it is a different one. Its
+                `generation_config.json`, `config.json` or metadata name end tokens too.
             chat_template: file with a replacement for the checkpoint's template.
             template_arguments: arguments for the template in all conversations.
 
@@ -126,15 +131,20 @@ class Tokenizer:
 
         path = Path(path)
         file = tokenizer_file(path)
+        config_file = file if is_gguf(file) else path / "tokenizer_config.json"
         try:
-            backend = Backend.from_file(str(file))
+            if is_gguf(file):
+                backend, config = read_gguf_tokenizer(file)
+            else:
+                backend = Backend.from_file(str(file))
+                config = _read_json(config_file)
+        except ModelError:
+            raise
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{file}: {error}") from error
         # A tokenizer saved after training may cut and pad; transformers ignores that, too.
         backend.no_truncation()
         backend.no_padding()
-        config_file = path / "tokenizer_config.json"
-        config = _read_json(config_file)
         if config.get("split_special_tokens"):
             raise ModelError(
                 f"{config_file}: split_special_tokens is {shown(config['split_special_tokens'])}; "
@@ -311,11 +321,15 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def tokenizer_file(path: Path) -> Path:
-    """Return a directory's tokenizer.json.
+    """Return a directory's tokenizer.json; or a GGUF file itself.
 
     Raises:
-        ModelError: there is none; the message names other tokenizer forms.
+        ModelError: there is none, and the message names other tokenizer forms; or the GGUF file's
+            tokenizer is not supported.
     """
+    if is_gguf(path):
+        check_gguf_tokenizer(path)
+        return path
     file = path / "tokenizer.json"
     if file.is_file():
         return file
@@ -427,8 +441,8 @@ def _eos_token_ids(backend: Any, special: dict[str, str], model: Path) -> tuple[
         ModelError: `eos_token_id` is neither a token id nor a list of them.
     """
     files = (model / "generation_config.json", model / "config.json")
-    for file in files:
-        config = _read_json(file)
+    for file in (model,) if is_gguf(model) else files:
+        config = gguf_config(file) if is_gguf(file) else _read_json(file)
         inner = config.get("text_config")
         for section in (config, inner if isinstance(inner, dict) else {}):
             named = section.get("eos_token_id")

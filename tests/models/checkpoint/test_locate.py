@@ -115,10 +115,9 @@ def test_the_name_in_the_api(model: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("files", "at", "message"),
     [
-        (["m.gguf"], "m.gguf", "m.gguf is in llama.cpp's format: weft reads safetensors"),
         (["model.safetensors"], "model.safetensors", "is a file: give the directory"),
         ([], "", "is empty: give a directory with config.json"),
-        (["m-q4.gguf"], "", "has no config.json; it has m-q4.gguf, in llama.cpp's format"),
+        (["m-q4.gguf"], "", "has no config.json; it has m-q4.gguf, in llama.cpp's format: give"),
         (["adapter_config.json", "adapter_model.safetensors"], "", "an adapter without its model"),
         (["params.json", "tokenizer.model"], "", "has no config.json: give the directory"),
         (

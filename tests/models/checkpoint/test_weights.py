@@ -477,7 +477,7 @@ def test_a_checkpoint_without_safetensors_is_an_error(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model-q4.gguf", "it has model-q4.gguf, in llama.cpp's format: weft reads safetensors"),
+        ("model-q4.gguf", "it has model-q4.gguf, in llama.cpp's format: give the path of one"),
         ("adapter_model.safetensors", "an adapter without its model: merge it into the model"),
         ("weights.safetensors", "under another name: if that is the whole model, rename it to mod"),
         ("model-00001-of-00002.safetensors", f"which only an index joins: get {INDEX_FILE}, too"),

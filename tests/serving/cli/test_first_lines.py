@@ -62,7 +62,7 @@ def quantized(method: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (as_gguf, "it has m-q4.gguf, in llama.cpp's format: weft reads safetensors"),
+        (as_gguf, "it has m-q4.gguf, in llama.cpp's format: give the path of one"),
         (quantized("hqq"), "quantization_config.quant_method is 'hqq'; supported is 'fp8' or "),
         (quantized("gptq"), "quantization_config.bits is missing"),
         (without_tokenizer, "looked for tokenizer.json; tokenizer.model alone is not enough"),
