@@ -10,6 +10,8 @@ point belong to the number's block. Formats differ in how they pack codes and ze
   less one (AutoGPTQ, GPTQModel).
 - mxfp4 packs two fp4 e2m1 numbers into a byte, the lower bits first, and has one power of two for
   32 columns (OCP Microscaling Formats 1.0).
+- nvfp4 packs the same, and has one float8 e4m3 scale for 16 columns. The matrix's global scale
+  multiplies it (ModelOpt) or divides it (compressed-tensors).
 
 All functions take a part of a matrix, which may begin and end inside a block or a word.
 """
@@ -32,6 +34,7 @@ E2M1_PAIRS = torch.tensor(
     ]
 )
 """The two numbers in each byte, [256, 2]."""
+FP4 = ("mxfp4", "mxfp4_packed", "nvfp4", "nvfp4_modelopt")
 
 
 def dequantize(
@@ -76,13 +79,25 @@ def dequantize(
     return result[:, left : left + width]
 
 
-def scale_grid(spec: QuantSpec, scales: Tensor, blocks: tuple[int, int]) -> Tensor:
-    """Convert a matrix's stored scales to float32 [row blocks, column blocks]."""
-    if spec.format == "mxfp4":
+def scale_grid(
+    spec: QuantSpec, scales: Tensor, blocks: tuple[int, int], global_scale: Tensor | None = None
+) -> Tensor:
+    """Convert a matrix's stored scales to float32 [row blocks, column blocks].
+
+    Args:
+        spec: the matrix's format.
+        scales: the stored scales.
+        blocks: how many blocks the matrix has in each direction.
+        global_scale: nvfp4's, float32 with one element.
+    """
+    if spec.format in ("mxfp4", "mxfp4_packed"):
         scales = scales.view(torch.float8_e8m0fnu)
     if _is_transposed(spec):
         scales = scales.t()
-    return scales.to(torch.float32).reshape(blocks)
+    grid = scales.to(torch.float32).reshape(blocks)
+    if global_scale is None:
+        return grid
+    return grid / global_scale if spec.format == "nvfp4" else grid * global_scale
 
 
 def zero_grid(spec: QuantSpec, zeros: Tensor | None, blocks: tuple[int, int]) -> Tensor | None:
@@ -117,7 +132,7 @@ def _numbers(spec: QuantSpec, codes: Tensor, rows: slice, columns: slice) -> Ten
     """Unpack a part of the codes: [rows, columns] of any dtype."""
     if spec.format in ("fp8", "int8"):
         return codes[rows, columns]
-    if spec.format == "mxfp4":
+    if spec.format in FP4:
         pairs = codes.flatten(1)[rows, columns.start // 2 : -(-columns.stop // 2)]
         numbers = E2M1_PAIRS.index_select(0, pairs.flatten().to(torch.int32))
         numbers = numbers.view(len(pairs), -1)

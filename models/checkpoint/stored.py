@@ -3,7 +3,7 @@
 `join_quantized` finds the parts of each quantised matrix by their names: numbers, scales, zero
 points. The loader then sees one entry with the matrix's own name and shape, and reads any part of
 it as float32. Scales that are not finite, or zero, are errors: they make all numbers in a block
-wrong.
+wrong. In nvfp4 a block's scale may be zero, because float8 rounds the scale of tiny numbers to it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ DTYPE_BYTES = {
 }
 """Bytes per element of safetensors' dtypes; the others have 1."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+FORMAT_SCALE_DTYPES: Mapping[Format, tuple[str, ...]] = {
+    "mxfp4": ("U8",),
+    "mxfp4_packed": ("U8",),
+    "nvfp4": ("F8_E4M3",),
+    "nvfp4_modelopt": ("F8_E4M3",),
+}
+"""dtypes of scales, in general and in some formats."""
 
 Index = tuple[int | slice, ...]
 
@@ -62,6 +69,7 @@ class Quantized:
         zeros: the tensor with zero points, if the format has some.
         order: a GPTQ matrix's group of each column; it must be in order.
         size: a packed matrix's tensor with its shape.
+        global_scale: an nvfp4 matrix's tensor with the scale of its scales.
     """
 
     spec: QuantSpec
@@ -72,6 +80,7 @@ class Quantized:
     zeros: Entry | None = None
     order: Entry | None = None
     size: Entry | None = None
+    global_scale: Entry | None = None
 
     @property
     def file(self) -> Path:
@@ -81,8 +90,13 @@ class Quantized:
     @property
     def bytes(self) -> int:
         """Size in the files."""
-        parts = (self.codes, self.scales, self.zeros, self.order, self.size)
-        return sum(part.bytes for part in parts if part is not None)
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def parts(self) -> list[Entry]:
+        """The tensors that it has."""
+        own = (self.codes, self.scales, self.zeros, self.order, self.size, self.global_scale)
+        return [part for part in own if part is not None]
 
     def read(self, index: Index, get: Callable[[Entry], Tensor]) -> Tensor:
         """Return a part of the matrix, float32.
@@ -102,8 +116,11 @@ class Quantized:
         scales = get(self.scales)[expert]
         zeros = None if self.zeros is None else get(self.zeros)
         blocks = self._blocks
-        grid = scale_grid(self.spec, scales, blocks)
-        self._check_scales(grid)
+        global_scale = None if self.global_scale is None else get(self.global_scale)
+        if self.global_scale is not None and global_scale is not None:
+            _check_scales(self.global_scale, global_scale)
+        grid = scale_grid(self.spec, scales, blocks, global_scale)
+        _check_scales(self.scales, grid, may_be_zero=self.global_scale is not None)
         points = zero_grid(self.spec, zeros, blocks)
         if self.zeros is not None and points is not None and self.spec.format == "gptq":
             self._check_zeros(points, self.zeros)
@@ -119,14 +136,6 @@ class Quantized:
     def _blocks(self) -> tuple[int, int]:
         """How many blocks each matrix has in each direction."""
         return _blocks(self.spec, self.shape)
-
-    def _check_scales(self, grid: Tensor) -> None:
-        wrong = grid[(grid == 0) | ~grid.isfinite()]
-        if wrong.numel():
-            raise ModelError(
-                f"{self.scales.file}: {self.scales.name} holds {wrong[0].item()}; a scale is a "
-                "finite number other than 0, so the file is damaged"
-            )
 
     def _check_zeros(self, grid: Tensor, zeros: Entry) -> None:
         """Refuse zero points of 0 in GPTQ's first version: packing them damages their words."""
@@ -161,7 +170,7 @@ class _Names:
         codes: of the numbers; their dtype.
         own: of the matrix itself, in place of `codes`.
         scales: of the scales; the first that is there counts.
-        zeros, order, size: of the other parts.
+        zeros, order, size, global_scale: of the other parts.
     """
 
     codes: str
@@ -171,15 +180,26 @@ class _Names:
     zeros: str | None = None
     order: str | None = None
     size: str | None = None
+    global_scale: str | None = None
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The ends for all but the numbers."""
+        ends = (*self.scales, self.zeros, self.order, self.size, self.global_scale)
+        return tuple(end for end in ends if end is not None)
 
     def match(self, entry: Entry) -> bool:
-        """Tell whether a tensor is the numbers of a matrix in this format."""
+        """Tell whether a tensor is the numbers of a matrix in this format.
+
+        Scales and zero points may have the numbers' dtype.
+        """
         if entry.dtype != self.dtype or not entry.name.endswith(self.codes):
             return False
-        return self.zeros is None or not entry.name.endswith(self.zeros)
+        return not entry.name.endswith(self.others)
 
 
 _GPTQ = _Names(".qweight", "I32", (".scales",), ".weight", zeros=".qzeros", order=".g_idx")
+_PACKED_FP4 = _Names("_packed", "U8", ("_scale",), global_scale="_global_scale")
 NAMES: dict[Format, _Names] = {
     "fp8": _Names("", "F8_E4M3", ("_scale_inv", "_scale")),
     "int8": _Names("", "I8", ("_scale",), zeros="_zero_point"),
@@ -188,17 +208,14 @@ NAMES: dict[Format, _Names] = {
     "gptq": _GPTQ,
     "gptq_v2": _GPTQ,
     "mxfp4": _Names("_blocks", "U8", ("_scales",)),
+    "mxfp4_packed": _PACKED_FP4,
+    "nvfp4": _PACKED_FP4,
+    "nvfp4_modelopt": _Names("", "U8", ("_scale",), global_scale="_scale_2"),
 }
+HAS_GLOBAL_SCALE = ("nvfp4", "nvfp4_modelopt")
 
 
-PART_ENDS = tuple(
-    {
-        end
-        for names in NAMES.values()
-        for end in (names.codes, *names.scales, names.zeros, names.order, names.size)
-        if end
-    }
-)
+PART_ENDS = tuple({end for names in NAMES.values() for end in (names.codes, *names.others) if end})
 """Ends of the names of quantised matrices' parts."""
 
 
@@ -223,9 +240,8 @@ def join_quantized(
         if names is None:
             continue
         matrix = _join(codes, names, stored, quantization)
-        for part in (matrix.codes, matrix.scales, matrix.zeros, matrix.order, matrix.size):
-            if part is not None:
-                joined.pop(part.name, None)
+        for part in matrix.parts:
+            joined.pop(part.name, None)
         if matrix.name in joined:
             raise ModelError(f"{codes.file} has both {codes.name} and {matrix.name}")
         joined[matrix.name] = matrix
@@ -248,17 +264,22 @@ def _join(
     def part(*ends: str | None) -> Entry | None:
         return next((stored[stem + end] for end in ends if end and stem + end in stored), None)
 
+    has_global_scale = spec.format in HAS_GLOBAL_SCALE
     scales, zeros = part(*names.scales), part(names.zeros) if spec.zero_points else None
+    global_scale = part(names.global_scale) if has_global_scale else None
     lacking = stem + names.scales[0] if scales is None else None
     if spec.zero_points and zeros is None:
         lacking = f"{stem}{names.zeros}"
+    if has_global_scale and global_scale is None:
+        lacking = f"{stem}{names.global_scale}"
     if scales is None or lacking:
         raise ModelError(
             f"{codes.file} has {codes.name}, but no safetensors file has {lacking}; "
             "get the checkpoint again"
         )
     shape = _shape(spec, codes)
-    matrix = Quantized(spec, name, shape, codes, scales, zeros, part(names.order), part(names.size))
+    order, size = part(names.order), part(names.size)
+    matrix = Quantized(spec, name, shape, codes, scales, zeros, order, size, global_scale)
     _check_parts(matrix)
     return matrix
 
@@ -283,6 +304,8 @@ def _shape(spec: QuantSpec, codes: Entry) -> tuple[int, ...]:
             return words * per_word, columns
         case "gptq" | "gptq_v2", (words, rows):
             return rows, words * per_word
+        case "mxfp4_packed" | "nvfp4" | "nvfp4_modelopt", (rows, pairs):
+            return rows, pairs * 2
         case "mxfp4", (experts, rows, groups, 16):
             return experts, groups * 32, rows
     raise ModelError(
@@ -308,8 +331,9 @@ def _check_parts(matrix: Quantized) -> None:
     shapes = [(*lead, *grid)]
     shapes += [(*lead, rows)] if columns == 1 else []
     shapes += [lead] if rows == columns == 1 else []
-    dtypes = ("U8",) if spec.format == "mxfp4" else SCALE_DTYPES
-    _check_part(matrix.scales, shapes, dtypes)
+    _check_part(matrix.scales, shapes, FORMAT_SCALE_DTYPES.get(spec.format, SCALE_DTYPES))
+    if matrix.global_scale is not None:
+        _check_part(matrix.global_scale, [(1,), ()], ("F32",))
     if matrix.size is not None:
         _check_part(matrix.size, [(2,)], ("I64", "I32"))
     if matrix.order is not None:
@@ -322,6 +346,17 @@ def _check_parts(matrix: Quantized) -> None:
         _check_part(matrix.zeros, [(columns, rows // per_word)], ("I32",))
     else:
         _check_part(matrix.zeros, shapes, ("I8",))
+
+
+def _check_scales(entry: Entry, scales: Tensor, may_be_zero: bool = False) -> None:
+    """Refuse scales that make numbers wrong."""
+    wrong = scales[~scales.isfinite() | ((scales == 0) & (not may_be_zero))]
+    if wrong.numel():
+        number = "finite number" if may_be_zero else "finite number other than 0"
+        raise ModelError(
+            f"{entry.file}: {entry.name} holds {wrong[0].item()}; a scale is a {number}, so the "
+            "file is damaged"
+        )
 
 
 def _check_part(entry: Entry, shapes: list[tuple[int, ...]], dtypes: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any, Literal
 
@@ -19,7 +19,18 @@ from weft.errors import ModelError, shown
 from weft.models.spec.config_fields import Fields
 
 SECTION = "quantization_config"
-Format = Literal["fp8", "int8", "packed", "awq", "gptq", "gptq_v2", "mxfp4"]
+Format = Literal[
+    "fp8",
+    "int8",
+    "packed",
+    "awq",
+    "gptq",
+    "gptq_v2",
+    "mxfp4",
+    "mxfp4_packed",
+    "nvfp4",
+    "nvfp4_modelopt",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,8 @@ class QuantSpec:
     Attributes:
         format: "fp8": float8 e4m3 numbers. "int8": int8 numbers. "packed": compressed-tensors'
             int32 words. "awq", "gptq", "gptq_v2": words of these methods. "mxfp4": pairs of fp4
-            e2m1 numbers in bytes.
+            e2m1 numbers in bytes, of stacked experts. "mxfp4_packed", "nvfp4": the same pairs as
+            compressed-tensors stores them. "nvfp4_modelopt": as ModelOpt stores them.
         block: rows and columns that share a scale; 0 stands for all.
         bits: of one number.
         zero_points: whether each block has a zero point, too.
@@ -50,26 +62,35 @@ class Quantization:
             counts.
         ignored: a regular expression for the names of modules that are not quantised.
         ignored_ends: ends of names of other modules that are not quantised.
+        named: modules by name, with all modules inside them. The longest name counts, before
+            `groups`.
     """
 
     groups: tuple[tuple[str, QuantSpec], ...]
     ignored: str
     ignored_ends: tuple[str, ...] = ()
+    named: Mapping[str, QuantSpec] = field(default_factory=dict, hash=False)
 
     def of(self, module: str) -> QuantSpec | None:
         """Return a module's QuantSpec; None if the module is not quantised."""
         if module.endswith(self.ignored_ends) or re.match(self.ignored, module):
             return None
+        holder = module
+        while holder:
+            if holder in self.named:
+                return self.named[holder]
+            holder = holder.rpartition(".")[0]
         return next((spec for pattern, spec in self.groups if re.match(pattern, module)), None)
 
     @property
     def formats(self) -> frozenset[Format]:
         """The formats in use."""
-        return frozenset(spec.format for _, spec in self.groups)
+        specs = (*(spec for _, spec in self.groups), *self.named.values())
+        return frozenset(spec.format for spec in specs)
 
 
 UNUSED = (
-    *("*.input_scale", "*.input_zero_point", "*activation_scale"),
+    *("*.input_scale", "*.input_global_scale", "*.input_zero_point", "*activation_scale"),
     *("*.output_scale", "*.output_zero_point"),
     *("*.q_scale", "*.k_scale", "*.v_scale", "*.q_zero_point", "*.k_zero_point", "*.v_zero_point"),
 )
@@ -135,12 +156,34 @@ def _fp8(fields: Fields) -> Quantization:
 
 
 def _modelopt(fields: Fields) -> Quantization:
-    fields.choice("quant_algo", ("FP8",), default="")
+    algorithm = fields.choice("quant_algo", (*MODELOPT, MIXED), default="")
     # ModelOpt writes `ignore` into config.json, and `exclude_modules` into hf_quant_config.json.
     names = "ignore" if fields.has("ignore") else "exclude_modules"
     patterns = [translate(each) for each in _strings(fields, names)]
     patterns += [translate(f"{each}.*") for each in _strings(fields, names)]
-    return Quantization(((ALL, QuantSpec("fp8", (0, 0))),), _any_of(fields, names, patterns))
+    ignored = _any_of(fields, names, patterns)
+    if algorithm != MIXED:
+        return Quantization(((ALL, MODELOPT[algorithm]),), ignored)
+    layers = fields.section("quantized_layers")
+    if not layers.values:
+        raise fields.error("quantized_layers", "at least one layer")
+    named = {}
+    for name in layers.values:
+        layer = layers.section(name)
+        _check(layer, MODELOPT_ONLY)
+        named[name] = MODELOPT[layer.choice("quant_algo", tuple(MODELOPT), default="")]
+    return Quantization((), ignored, named=named)
+
+
+MODELOPT = {
+    "FP8": QuantSpec("fp8", (0, 0)),
+    "NVFP4": QuantSpec("nvfp4_modelopt", (1, 16), bits=4),
+    "W4A16_NVFP4": QuantSpec("nvfp4_modelopt", (1, 16), bits=4),
+}
+"""ModelOpt's algorithms; the last two differ in their activations alone."""
+MODELOPT_ONLY: Mapping[str, tuple[Any, ...]] = {"group_size": (0, 16)}
+"""ModelOpt writes a size of 0 where an algorithm has none."""
+MIXED = "MIXED_PRECISION"
 
 
 def _awq(fields: Fields) -> Quantization:
@@ -205,35 +248,54 @@ def _compressed_tensors_group(group: Fields, section: Fields) -> QuantSpec:
     kind = weights.choice("type", ("int", "float"), default="int")
     if kind not in COMPRESSED[stored]:
         raise holder.error("format", f"not {stored!r} with {weights.prefix}type {kind!r}")
+    numbers = COMPRESSED[stored][kind]
     bits = weights.integer("num_bits", 8)
-    if bits not in ((8,) if kind == "float" else (4, 8)):
-        raise weights.error("num_bits", "8" if kind == "float" else "4 or 8")
+    if bits not in numbers.bits:
+        raise weights.error("num_bits", " or ".join(map(str, numbers.bits)))
     symmetric = weights.flag("symmetric", True)
     if kind == "float" and not symmetric:
         raise weights.error("symmetric", "true, with type 'float'")
-    packed = stored == "pack-quantized"
-    block = _compressed_tensors_block(weights, packed)
-    form: Format = "packed" if packed else "int8" if kind == "int" else "fp8"
-    return QuantSpec(form, block, bits=bits, zero_points=not symmetric)
+    block = _compressed_tensors_block(weights, numbers)
+    return QuantSpec(numbers.format, block, bits=bits, zero_points=not symmetric)
 
 
-def _compressed_tensors_block(weights: Fields, packed: bool) -> tuple[int, int]:
+def _compressed_tensors_block(weights: Fields, numbers: _Numbers) -> tuple[int, int]:
     size = weights.values.get("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
-    allowed = ("channel", "group") if packed else ("tensor", "channel", "group", "block")
-    strategy = weights.choice("strategy", allowed, default=default)
+    strategy = weights.choice("strategy", numbers.strategies, default=default)
     if strategy == "block":
         return _block(weights, "block_structure")
-    if strategy == "group":
-        return 1, weights.integer("group_size")
+    if strategy in ("group", "tensor_group"):
+        size = weights.integer("group_size")
+        if size != (numbers.group_size or size):
+            raise weights.error("group_size", str(numbers.group_size))
+        return 1, size
     return (1, 0) if strategy == "channel" else (0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """One type of numbers in one of compressed-tensors' formats.
+
+    Attributes:
+        format: QuantSpec's.
+        bits, strategies: the supported ones.
+        group_size: the only one; 0 stands for any.
+    """
+
+    format: Format
+    bits: tuple[int, ...]
+    strategies: tuple[str, ...] = ("tensor", "channel", "group", "block")
+    group_size: int = 0
+
+
 COMPRESSED = {
-    "float-quantized": ("float",),
-    "int-quantized": ("int",),
-    "naive-quantized": ("float", "int"),
-    "pack-quantized": ("int",),
+    "float-quantized": {"float": _Numbers("fp8", (8,))},
+    "int-quantized": {"int": _Numbers("int8", (4, 8))},
+    "naive-quantized": {"float": _Numbers("fp8", (8,)), "int": _Numbers("int8", (4, 8))},
+    "pack-quantized": {"int": _Numbers("packed", (4, 8), ("channel", "group"))},
+    "mxfp4-pack-quantized": {"float": _Numbers("mxfp4_packed", (4,), ("group",), 32)},
+    "nvfp4-pack-quantized": {"float": _Numbers("nvfp4", (4,), ("tensor_group",), 16)},
 }
 """compressed-tensors' formats, with their types of numbers."""
 GROUP = frozenset({"format", "input_activations", "output_activations", "targets", "weights"})
@@ -286,8 +348,8 @@ METHODS = {
     ),
     "modelopt": Method(
         _modelopt,
-        frozenset({"exclude_modules", "ignore", "quant_algo"}),
-        {},
+        frozenset({"exclude_modules", "ignore", "quant_algo", "quantized_layers"}),
+        MODELOPT_ONLY,
         # Its groups repeat what `quant_algo` says.
         frozenset({"config_groups", "kv_cache_quant_algo", "kv_cache_scheme", "producer"}),
     ),

@@ -244,15 +244,68 @@ def mxfp4(config: dict[str, Any]) -> Format:
             return {name: weight}, weight
         blocks = weight.mT.unflatten(2, (-1, 32))  # [experts, out, groups, 32]
         exponent = blocks.abs().amax(-1).log2().floor() - 2
-        scaled = blocks / exponent.exp2().unsqueeze(-1)
-        codes = (scaled.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
-        values = E2M1[codes] * scaled.sign() * exponent.exp2().unsqueeze(-1)
-        codes += 8 * (scaled < 0)
-        tensors = {
-            f"{name}_blocks": (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8),
-            f"{name}_scales": (exponent + 127).to(torch.uint8),
-        }
+        pairs, numbers = e2m1_pairs(blocks / exponent.exp2().unsqueeze(-1))
+        values = numbers * exponent.exp2().unsqueeze(-1)
+        tensors = {f"{name}_blocks": pairs, f"{name}_scales": (exponent + 127).to(torch.uint8)}
         return tensors, values.flatten(2).mT.contiguous()
+
+    return Format(config, pack)
+
+
+def e2m1_pairs(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to fp4 e2m1: two numbers in each byte, the lower bits first, and the numbers."""
+    codes = (numbers.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
+    values = E2M1[codes] * numbers.sign()
+    codes += 8 * (numbers < 0)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), values
+
+
+def mxfp4_packed(config: dict[str, Any]) -> Format:
+    """Make compressed-tensors' format of fp4 e2m1 numbers with powers of two."""
+
+    def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        exponent = largest(weight, (1, 32)).log2().floor() - 2
+        wide = spread(exponent.exp2(), (1, 32), weight.shape)
+        pairs, numbers = e2m1_pairs(weight / wide)
+        scale = (exponent + 127).to(torch.uint8)
+        return {f"{name}_packed": pairs, f"{name}_scale": scale}, numbers * wide
+
+    return Format(config, pack)
+
+
+def nvfp4(config: dict[str, Any], *, modelopt: bool) -> Format:
+    """Make fp4 e2m1 numbers with float8 scales and a global scale.
+
+    ModelOpt's global scale multiplies, a scalar; that of compressed-tensors divides.
+    """
+
+    def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        whole = weight.abs().max() / (6 * 448)
+        whole = whole if modelopt else (1 / whole).reshape(1)
+        fine = largest(weight, (1, 16)) / 6
+        scale = (fine / whole if modelopt else fine * whole).clamp(2**-9).to(torch.float8_e4m3fn)
+        grid = scale.float() * whole if modelopt else scale.float() / whole
+        wide = spread(grid, (1, 16), weight.shape)
+        pairs, numbers = e2m1_pairs(weight / wide)
+        ends = ("", "_scale_2") if modelopt else ("_packed", "_global_scale")
+        module = name.removesuffix("weight")
+        unused = "input_scale" if modelopt else "input_global_scale"
+        tensors = {
+            name + ends[0]: pairs,
+            f"{name}_scale": scale,
+            name + ends[1]: whole,
+            module + unused: torch.tensor([37.5]),
+        }
+        return tensors, numbers * wide
+
+    return Format(config, pack)
+
+
+def by_module(config: dict[str, Any], one: Format, other: Format) -> Format:
+    """Make a checkpoint with attention in one format and the rest in another."""
+
+    def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        return (one if "self_attn" in name else other).pack(name, weight)
 
     return Format(config, pack)
 
@@ -283,6 +336,22 @@ AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": False, "damp_percent": 0.01}
 FLOAT, INT = {"type": "float", "num_bits": 8}, {"type": "int", "num_bits": 8}
 INT4 = {"type": "int", "num_bits": 4}
+FLOAT4 = {"type": "float", "num_bits": 4}
+NVFP4 = {**FLOAT4, "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {**FLOAT4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+MODELOPT_FP8 = fp8(MODELOPT, None, "_scale", shape=(), more={"input_scale": 0.02})
+MODELOPT_NVFP4 = nvfp4(MODELOPT | {"quant_algo": "NVFP4"}, modelopt=True)
+MODELOPT_MIXED = MODELOPT | {
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        f"model.layers.{i}.{name}": layer
+        for i in range(2)
+        for name, layer in {
+            "self_attn": {"quant_algo": "FP8"},
+            "mlp": {"quant_algo": "NVFP4", "group_size": 16},
+        }.items()
+    },
+}
 
 FORMATS: dict[str, Format] = {
     "fp8, blocks": fp8({**FP8, "weight_block_size": [40, 24]}, (40, 24)),
@@ -313,7 +382,11 @@ FORMATS: dict[str, Format] = {
         (40, 24),
         "_scale",
     ),
-    "modelopt fp8": fp8(MODELOPT, None, "_scale", shape=(), more={"input_scale": 0.02}),
+    "modelopt fp8": MODELOPT_FP8,
+    "modelopt nvfp4": MODELOPT_NVFP4,
+    "modelopt mixed": by_module(MODELOPT_MIXED, MODELOPT_FP8, MODELOPT_NVFP4),
+    "nvfp4": nvfp4(compressed("nvfp4-pack-quantized", **NVFP4), modelopt=False),
+    "mxfp4, packed": mxfp4_packed(compressed("mxfp4-pack-quantized", **MXFP4)),
     "int8, channel": integers(compressed("int-quantized", strategy="channel", **INT), 8, (1, 0)),
     "int8, channel, zero points": integers(
         compressed("int-quantized", strategy="channel", **INT | {"symmetric": False}),

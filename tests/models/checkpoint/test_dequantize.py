@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from support.quantized import (
     awq,
     gptq,
     integers,
+    nvfp4,
     to_words,
 )
 from torch import Tensor
@@ -32,11 +35,12 @@ def compute(
     scales: Tensor,
     zeros: Tensor | None,
     part: tuple[slice, slice] = (slice(0, ROWS), slice(0, COLUMNS)),
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     """Dequantise a part of a [ROWS, COLUMNS] matrix."""
     height, width = (b or n for b, n in zip(spec.block, (ROWS, COLUMNS), strict=True))
     blocks = -(-ROWS // height), -(-COLUMNS // width)
-    grids = scale_grid(spec, scales, blocks), zero_grid(spec, zeros, blocks)
+    grids = scale_grid(spec, scales, blocks, global_scale), zero_grid(spec, zeros, blocks)
     return dequantize(spec, codes, *grids, *part)
 
 
@@ -57,6 +61,34 @@ def test_mxfp4_is_that_of_transformers() -> None:
     scales = torch.randint(0, 255, (1, ROWS, COLUMNS // 32), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].mT
     actual = compute(QuantSpec("mxfp4", (1, 32), 4), blocks[0], scales[0], None)
+    assert torch.equal(actual, expected)
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1_BYTES = [16, 50, 84, 118, 152, 186, 220, 254]
+"""The 16 numbers of fp4 e2m1 in order, as compressed-tensors 0.20 packs them."""
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "nvfp4_modelopt"])
+def test_nvfp4_is_that_of_its_writers(form: Literal["nvfp4", "nvfp4_modelopt"]) -> None:
+    """compressed-tensors 0.20 divides by the global scale, and ModelOpt 0.47 multiplies."""
+    codes = torch.tensor([E2M1_BYTES], dtype=torch.uint8).repeat(ROWS, COLUMNS // 16)
+    scales = (448 * torch.rand(ROWS, COLUMNS // 16)).to(torch.float8_e4m3fn)
+    whole = torch.tensor([0.0037])
+    spec = QuantSpec(form, (1, 16), 4)
+    actual = compute(spec, codes, scales, None, global_scale=whole)
+    wide = scales.float().repeat_interleave(16, 1)
+    wide = wide / whole if form == "nvfp4" else wide * whole
+    numbers = torch.tensor([*E2M1, *(-each for each in E2M1)])
+    assert torch.equal(actual, numbers.repeat(ROWS, COLUMNS // 16) * wide)
+
+
+def test_packed_mxfp4_is_that_of_transformers() -> None:
+    blocks = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)
+    scales = torch.randint(0, 255, (ROWS, COLUMNS // 32), dtype=torch.uint8)
+    stacked = blocks.unflatten(1, (-1, 16))[None]
+    expected = convert_moe_packed_tensors(stacked, scales[None], dtype=torch.float32)[0].mT
+    actual = compute(QuantSpec("mxfp4_packed", (1, 32), 4), blocks, scales, None)
     assert torch.equal(actual, expected)
 
 
@@ -113,6 +145,8 @@ CASES: dict[str, tuple[Format, QuantSpec]] = {
     ),
     "awq": (awq({}, GROUP), QuantSpec("awq", (1, GROUP), 4, True)),
     "gptq": (gptq({}, 8, GROUP), QuantSpec("gptq", (1, GROUP), 8, True)),
+    "nvfp4": (nvfp4({}, modelopt=False), QuantSpec("nvfp4", (1, 16), 4)),
+    "nvfp4, modelopt": (nvfp4({}, modelopt=True), QuantSpec("nvfp4_modelopt", (1, 16), 4)),
 }
 
 
@@ -138,7 +172,9 @@ def test_a_part_may_begin_and_end_inside_a_block(
     codes = next(by_end[end] for end in ("_packed", "qweight", "") if end in by_end)
     scales = next(by_end[end] for end in ("_scale", "_scale_inv", "scales") if end in by_end)
     zeros = next((by_end[end] for end in ("_zero_point", "qzeros") if end in by_end), None)
+    ends = ("_global_scale", "_scale_2")
+    global_scale = next((by_end[end] for end in ends if end in by_end), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", 10 * COLUMNS)  # several chunks, not of equal size
-        actual = compute(spec, codes, scales, zeros, part)
+        actual = compute(spec, codes, scales, zeros, part, global_scale)
     assert torch.equal(actual, expected[part])

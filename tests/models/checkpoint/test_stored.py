@@ -13,7 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
-from support.quantized import EXPERT_FORMATS, FILE, FORMATS, edit_config, fp8, quantize
+from support.quantized import (
+    EXPERT_FORMATS,
+    FILE,
+    FORMATS,
+    by_module,
+    edit_config,
+    fp8,
+    quantize,
+)
 from torch import Tensor
 
 from weft.errors import ModelError
@@ -129,6 +137,7 @@ def change_scale(value: float, end: str = "weight_scale_inv") -> Callable[[Tenso
 
 
 BLOCKS, INT4, INT8 = "fp8, blocks", "int4, groups", "int8, channel, zero points"
+MODELOPT = "modelopt nvfp4"
 WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "no scale": (
         BLOCKS,
@@ -232,6 +241,75 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         lambda tensors: tensors[f"{STEM}qzeros"].fill_(-1),
         f"{FILE}: {STEM}qzeros holds a zero point of 0, which checkpoint_format 'gptq' cannot",
     ),
+    "no global scale": (
+        "nvfp4",
+        lambda tensors: tensors.pop(f"{WEIGHT}_global_scale"),
+        f"{FILE} has {WEIGHT}_packed, but no safetensors file has {WEIGHT}_global_scale",
+    ),
+    "no scale, nvfp4": (
+        MODELOPT,
+        lambda tensors: tensors.pop(f"{WEIGHT}_scale"),
+        f"{FILE} has {WEIGHT}, but no safetensors file has {WEIGHT}_scale;",
+    ),
+    "no numbers, nvfp4": (
+        MODELOPT,
+        lambda tensors: tensors.pop(WEIGHT),
+        f"{FILE} has {WEIGHT}_scale, {WEIGHT}_scale_2, which are part of a quantized weight",
+    ),
+    "global scale's shape": (
+        MODELOPT,
+        lambda tensors: tensors.update({f"{WEIGHT}_scale_2": torch.ones(64)}),
+        f"{FILE}: {WEIGHT}_scale_2 has shape (64,); by config.json it is (1,)",
+    ),
+    "global scale's dtype": (
+        "nvfp4",
+        lambda tensors: tensors.update({f"{WEIGHT}_global_scale": torch.ones(1).bfloat16()}),
+        f"{WEIGHT}_global_scale is BF16; supported is F32",
+    ),
+    "scale's shape, nvfp4": (
+        "nvfp4",
+        lambda tensors: tensors.update(
+            {f"{WEIGHT}_scale": tensors[f"{WEIGHT}_scale"][:, :3].clone()}
+        ),
+        f"{FILE}: {WEIGHT}_scale has shape (64, 3); by config.json it is (64, 6)",
+    ),
+    "scale's dtype, nvfp4": (
+        "nvfp4",
+        lambda tensors: tensors.update({f"{WEIGHT}_scale": torch.ones(64, 6)}),
+        f"{WEIGHT}_scale is F32; supported is F8_E4M3",
+    ),
+    "scale's dtype, mxfp4": (
+        "mxfp4, packed",
+        lambda tensors: tensors.update({f"{WEIGHT}_scale": torch.ones(64, 3)}),
+        f"{WEIGHT}_scale is F32; supported is U8",
+    ),
+    "numbers' shape, nvfp4": (
+        "nvfp4",
+        lambda tensors: tensors.update(
+            {f"{WEIGHT}_packed": tensors[f"{WEIGHT}_packed"][None].clone()}
+        ),
+        f"{WEIGHT}_packed has shape (1, 64, 48); no nvfp4 matrix has this shape",
+    ),
+    "global zero": (
+        "nvfp4",
+        change_scale(0.0, "weight_global_scale"),
+        f"{FILE}: {WEIGHT}_global_scale holds 0.0; a scale is a finite number other than 0",
+    ),
+    "global NaN": (
+        MODELOPT,
+        change_scale(float("nan"), "weight_scale_2"),
+        f"{FILE}: {WEIGHT}_scale_2 holds nan; a scale is a finite number other than 0",
+    ),
+    "NaN, nvfp4": (
+        MODELOPT,
+        change_scale(float("nan"), "weight_scale"),
+        f"{FILE}: {WEIGHT}_scale holds nan; a scale is a finite number, so the file is damaged",
+    ),
+    "NaN, mxfp4": (
+        "mxfp4, packed",
+        change_scale(255, "weight_scale"),
+        f"{FILE}: {WEIGHT}_scale holds nan; a scale is a finite number other than 0",
+    ),
     "bias": (
         "gptq, 4 bits",
         lambda tensors: tensors[f"{STEM}bias"].fill_(1.0),
@@ -259,6 +337,19 @@ def read_all(path: Path) -> None:
     for weight in spec.weights:
         for _ in weights.read_each(weight):
             pass
+
+
+@pytest.mark.parametrize("form", ["nvfp4", MODELOPT])
+def test_a_scale_of_tiny_numbers_may_be_zero(
+    form: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """Earlier releases of ModelOpt round such scales to zero."""
+    quantized, plain = quantize(sources["llama"], tmp_path, FORMATS[form])
+    for path, name in ((quantized, f"{WEIGHT}_scale"), (plain, WEIGHT)):
+        tensors = load_file(path / FILE)
+        tensors[name][-1, -16 if path == plain else -1 :] = 0
+        save_file(tensors, path / FILE)
+    check_equal(quantized, plain, LAYOUTS)
 
 
 def test_an_ignored_module_may_not_be_quantized(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -300,18 +391,20 @@ def test_a_tied_head_may_not_be_quantized(tmp_path: Path) -> None:
         read_spec_and_weights(quantized)
 
 
-def test_groups_of_a_checkpoint_differ_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
-    """Attention is fp8 and the rest int4, each with the part of the names that it targets."""
-    one, other = FORMATS["compressed-tensors fp8, channel"], FORMATS[INT4]
+@pytest.mark.parametrize("rest", [INT4, "nvfp4"])
+def test_groups_of_a_checkpoint_differ_by_name(
+    rest: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """Attention is fp8 and the rest is not, each with the part of the names that it targets.
+
+    nvfp4's scales are float8, like the numbers of fp8.
+    """
+    one, other = FORMATS["compressed-tensors fp8, channel"], FORMATS[rest]
     sections = [json.loads(json.dumps(form.config)) for form in (one, other)]
     groups = {}
     for section, targets in zip(sections, (["re:.*self_attn.*"], ["Linear"]), strict=True):
         group = section["config_groups"]["group_0"]
         groups[targets[0]] = {**group, "targets": targets, "format": section["format"]}
     config = {**sections[0], "config_groups": groups, "format": "mixed-precision"}
-
-    def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-        return (one if "self_attn" in name else other).pack(name, weight)
-
-    form = type(one)(config, pack)
+    form = by_module(config, one, other)
     check_equal(*quantize(sources["llama"], tmp_path, form), LAYOUTS)

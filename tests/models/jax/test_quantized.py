@@ -16,7 +16,7 @@ from weft.models.jax.parameters import load
 from weft.models.spec.layout import Layout
 
 
-@pytest.mark.parametrize("form", ["fp8, blocks", "int4, groups, zero points", "awq"])
+@pytest.mark.parametrize("form", ["fp8, blocks", "int4, groups, zero points", "awq", "nvfp4"])
 @pytest.mark.parametrize(("family", "tp", "ep"), [("llama", 2, 1), ("qwen3_moe", 2, 2)])
 def test_parameters_are_those_of_the_plain_checkpoint(
     family: str, tp: int, ep: int, form: str, tmp_path: Path

@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.quantized import AWQ, EXPERT_FORMATS, FORMATS, FP8, GPTQ, MODELOPT, compressed
+from support.quantized import (
+    AWQ,
+    EXPERT_FORMATS,
+    FORMATS,
+    FP8,
+    GPTQ,
+    MODELOPT,
+    MODELOPT_MIXED,
+    MXFP4,
+    NVFP4,
+    compressed,
+)
 from support.recorded_config import Recorder
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -70,6 +81,10 @@ def spec_of(section: Any, name: str = "model.layers.0.mlp.up_proj") -> QuantSpec
             QuantSpec("gptq_v2", (1, 0), 4, zero_points=True),
         ),
         (EXPERT_FORMATS["mxfp4"].config, QuantSpec("mxfp4", (1, 32), 4)),
+        (compressed("nvfp4-pack-quantized", **NVFP4), QuantSpec("nvfp4", (1, 16), 4)),
+        (compressed("mxfp4-pack-quantized", **MXFP4), QuantSpec("mxfp4_packed", (1, 32), 4)),
+        ({**MODELOPT, "quant_algo": "NVFP4"}, QuantSpec("nvfp4_modelopt", (1, 16), 4)),
+        ({**MODELOPT, "quant_algo": "W4A16_NVFP4"}, QuantSpec("nvfp4_modelopt", (1, 16), 4)),
     ],
 )
 def test_each_method_gives_its_format(section: dict[str, Any], spec: QuantSpec) -> None:
@@ -132,6 +147,32 @@ def test_a_name_comes_before_a_class() -> None:
     assert spec_of(section, "model.layers.1.mlp.gate_proj") is None
 
 
+def test_modelopt_names_layers_of_mixed_precision() -> None:
+    """An experts' module stands for all of its matrices; other modules are not quantized."""
+    layers = {
+        "model.layers.1.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.layers.1.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.1.mlp.experts.3": {"quant_algo": "FP8", "group_size": 0},
+    }
+    section = {**MODELOPT_MIXED, "quantized_layers": layers}
+    nvfp4, fp8 = QuantSpec("nvfp4_modelopt", (1, 16), 4), QuantSpec("fp8", (0, 0))
+    assert spec_of(section, "model.layers.1.self_attn.q_proj") == fp8
+    assert spec_of(section, "model.layers.1.mlp.experts.7.up_proj") == nvfp4
+    assert spec_of(section, "model.layers.1.mlp.experts.3.up_proj") == fp8
+    assert spec_of(section, "model.layers.11.self_attn.q_proj") is None
+    assert spec_of(section, "model.layers.1.mlp.experts_more") is None
+    section["ignore"] = ["model.layers.1.mlp.experts.7*"]
+    assert spec_of(section, "model.layers.1.mlp.experts.7.up_proj") is None
+
+
+def mixed(**layer: Any) -> dict[str, Any]:
+    return {**MODELOPT_MIXED, "quantized_layers": {"a.b": layer}}
+
+
+def nvfp4(**fields: Any) -> dict[str, Any]:
+    return compressed("nvfp4-pack-quantized", **NVFP4 | fields)
+
+
 def weights(**fields: Any) -> dict[str, Any]:
     return compressed("pack-quantized", **GROUP4 | fields)
 
@@ -155,7 +196,12 @@ IN_GROUP = ".config_groups.group_0."
         ({**FP8, "modules_to_not_convert": [1]}, ".modules_to_not_convert is [1]; supported is a"),
         ({**FP8, "modules_to_not_convert": "x"}, ".modules_to_not_convert is 'x'; supported is a"),
         ({"quant_method": "modelopt"}, ".quant_algo is missing; supported is 'FP8'"),
-        ({**MODELOPT, "quant_algo": "NVFP4"}, ".quant_algo is 'NVFP4'; supported is 'FP8'"),
+        ({**MODELOPT, "quant_algo": "NVFP4_AWQ"}, ".quant_algo is 'NVFP4_AWQ'; supported is 'FP8'"),
+        ({**MODELOPT, "group_size": 32}, ".group_size is 32; supported is 0 or 16"),
+        ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, ".quantized_layers is missing; supported"),
+        (mixed(quant_algo="W4A8_AWQ"), ".quantized_layers.a.b.quant_algo is 'W4A8_AWQ'; supported"),
+        (mixed(quant_algo="NVFP4", group_size=32), ".quantized_layers.a.b.group_size is 32; suppo"),
+        (mixed(), ".quantized_layers.a.b.quant_algo is missing; supported is 'FP8' or 'NVFP4'"),
         ({**AWQ, "bits": 8}, ".bits is 8; supported is 4"),
         ({**AWQ, "version": "gemv"}, ".version is 'gemv'; supported is 'gemm' or 'GEMM'"),
         ({**AWQ, "zero_point": False}, ".zero_point is false; supported is true"),
@@ -184,7 +230,16 @@ IN_GROUP = ".config_groups.group_0."
             compressed("float-quantized", type="float", strategy="block", block_structure="2"),
             f"{IN_GROUP}weights.block_structure is '2'; supported is a list",
         ),
-        (compressed("nvfp4-pack-quantized"), ".format is 'nvfp4-pack-quantized'; supported is 'fl"),
+        (compressed("mxfp6-pack-quantized"), ".format is 'mxfp6-pack-quantized'; supported is 'fl"),
+        (nvfp4(type="int"), ".format is 'nvfp4-pack-quantized'; supported is not 'nvfp4-pack-quan"),
+        (nvfp4(num_bits=8), f"{IN_GROUP}weights.num_bits is 8; supported is 4"),
+        (nvfp4(group_size=32), f"{IN_GROUP}weights.group_size is 32; supported is 16"),
+        (nvfp4(strategy="group"), f"{IN_GROUP}weights.strategy is 'group'; supported is 'tensor_"),
+        (nvfp4(symmetric=False), f"{IN_GROUP}weights.symmetric is false; supported is true"),
+        (
+            compressed("mxfp4-pack-quantized", **MXFP4 | {"group_size": 16}),
+            f"{IN_GROUP}weights.group_size is 16; supported is 32",
+        ),
         (
             compressed("int-quantized") | {"quantization_status": "calibration"},
             ".quantization_status is 'calibration'; supported is 'compressed'",

@@ -20,6 +20,7 @@ from weft.models.torch.cpu_model import CpuModel
 
 LENGTHS = (19, 6)
 BLOCKS = "fp8, blocks"
+FORMS = (BLOCKS, "modelopt mixed", "int4, groups, zero points", "awq", "nvfp4")
 Pair = tuple[Path, Path]
 
 
@@ -30,7 +31,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pai
     for family in ("llama", "qwen3", "qwen3_moe"):
         folder = tmp_path_factory.mktemp(family)
         source = make_checkpoint(folder / "source", family)
-        for form in (BLOCKS, "modelopt fp8", "int4, groups, zero points", "awq", "gptq, 8 bits"):
+        for form in (*FORMS, "gptq, 8 bits"):
             (folder / form).mkdir()
             made[family, form] = quantize(source, folder / form, FORMATS[form])
     return made
@@ -50,7 +51,7 @@ def logits(path: Path, dtype: torch.dtype, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", [BLOCKS, "modelopt fp8", "int4, groups, zero points", "awq"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_logits_are_those_of_the_plain_checkpoint(
     family: str, form: str, dtype: torch.dtype, pairs: dict[tuple[str, str], Pair]
@@ -81,6 +82,8 @@ CASES: list[Case] = [
     ("llama", "gptq, 8 bits", Layout(pp=2)),
     ("qwen3_moe", "int4, groups, zero points", Layout(ep=2)),
     ("qwen3_moe", "awq", Layout(tp=2, ep=2)),
+    ("qwen3_moe", "modelopt mixed", Layout(tp=2)),
+    ("llama", "nvfp4", Layout(pp=2)),
 ]
 
 
