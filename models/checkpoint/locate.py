@@ -160,7 +160,8 @@ def remote(model: str, revision: str | None = None) -> HubModel | Bucket | None:
             raise ConfigError(f"--model is {model}; it must be hf://OWNER/NAME")
     if not is_url and (model in BUNDLED or _directory(model).exists()):
         if revision is not None:
-            raise ConfigError(f"--revision is {revision}; {model} is on this machine")
+            kind = "GGUF file" if is_gguf(_directory(model)) else "directory"
+            raise ConfigError(f"--revision is {revision}; {model} is a {kind} on this machine")
         return None
     if not _HUB_ID.fullmatch(name) or (name.endswith(SUFFIX) and not is_url):
         return None

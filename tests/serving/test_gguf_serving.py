@@ -25,7 +25,9 @@ def _expected(plain: Path, ids: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize(("family", "tp"), [("llama", 1), ("qwen3_moe", 2)])
 def test_a_served_file_answers_as_transformers_does(tmp_path: Path, family: str, tp: int) -> None:
-    sizes = {"moe_intermediate_size": 64} if "moe" in family else {}
+    # llama.cpp's Qwen3-MoE always normalises.
+    moe = {"moe_intermediate_size": 64, "norm_topk_prob": True}
+    sizes = moe if "moe" in family else {}
     source = make_checkpoint(tmp_path / "source", family, **sizes)
     file, plain = write_gguf(source, tmp_path / "out", Type.Q8_0)
     tokenizer = AutoTokenizer.from_pretrained(plain)

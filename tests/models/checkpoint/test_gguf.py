@@ -193,7 +193,7 @@ def test_a_file_is_named_like_a_model(tmp_path: Path, source: Path) -> None:
     assert remote("models/absent.gguf") is None
     with pytest.raises(ModelError, match=r"no checkpoint at models/absent.gguf: give .* a GGUF"):
         locate("models/absent.gguf")
-    with pytest.raises(ConfigError, match=r"--revision is v1; .* is on this machine"):
+    with pytest.raises(ConfigError, match=r"--revision is v1; .* is a GGUF file on this machine"):
         locate(str(file), "v1")
 
 
