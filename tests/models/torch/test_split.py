@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
     "ling": ("bailing_moe", {}),
     "wide norms": ("minimax_m2", {}),
+    "multipliers": ("granite", {"tie_word_embeddings": True}),
 }
 NEWER = ("shared gate", "groups", "wide norms")
 """Models with a shared MLP, groups of experts, or norms over all heads."""
@@ -62,6 +63,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "ling": ("bailing_moe", {"first_k_dense_replace": 0, "num_hidden_layers": 1}),
     "half turned": ("glm", {"num_hidden_layers": 1}),
     "not turned": ("smollm3", {"num_hidden_layers": 4}),
+    "multipliers": ("granite", {"num_hidden_layers": 1}),
     "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
     "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
 }
@@ -69,7 +71,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = (
     *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
-    *("scaled queries", "normed after turning"),
+    *("scaled queries", "normed after turning", "multipliers"),
 )
 
 CASES: list[Case] = [
