@@ -45,6 +45,7 @@ PUBLISHED = (
     ("mistralai/Mistral-Small-3.[12]-*", "Mistral3ForConditionalGeneration"),
     ("baidu/ERNIE-4.5-VL-*", "Ernie4_5_VLMoeForConditionalGeneration"),
     ("baidu/ERNIE-4.5-*-A*", "Ernie4_5_MoeForCausalLM"),
+    ("ibm-granite/granite-3.*-[28]b-*", "GraniteForCausalLM"),
     ("inclusionAI/Ring-1T*", "BailingMoeV2ForCausalLM"),
     ("inclusionAI/Ring-2.[56]-*", "BailingMoeV2_5ForCausalLM"),
     ("inclusionAI/Ling-2.[56]-*", "BailingMoeV2_5ForCausalLM"),

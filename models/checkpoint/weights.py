@@ -104,9 +104,9 @@ class Weights:
     def read(self, weight: WeightSpec) -> Tensor:
         """Read this rank's part of a weight without experts.
 
-        It has the checkpoint's dtype; a quantised weight is float32. The result may be a view of
-        the mapped file: do not write to it. Each call maps the file again, because touched pages
-        leave the process only together with their mapping.
+        It has the checkpoint's dtype; a quantised or scaled weight is float32. The result may be a
+        view of the mapped file: do not write to it. Each call maps the file again, because touched
+        pages leave the process only together with their mapping.
 
         Raises:
             ModelError: the part holds NaN or an infinity, or its scales are wrong.
@@ -142,6 +142,8 @@ class Weights:
             if order := weight.head_order:
                 heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
                 tensor = heads[:, list(order)].flatten(0, 1)
+            if weight.scale != 1.0:
+                tensor = tensor.float() * weight.scale
             yield tensor
             mapped += part.size
             self._count(part)

@@ -82,6 +82,7 @@ def paged_attention(
     cache: jax.Array,
     plan: Plan,
     *,
+    scale: float,
     decodes: bool,
     window: int | None,
     kernel: bool,
@@ -92,6 +93,7 @@ def paged_attention(
         q: [T, H, D].
         cache: [num_blocks, Hk, block_size, 2 D], including this step's keys and values.
         plan: the step's plan.
+        scale: multiplies the scores.
         decodes: each request has at most one token.
         window: a token sees itself and `window - 1` tokens before it; None means all.
         kernel: use a Pallas kernel.
@@ -101,10 +103,10 @@ def paged_attention(
     """
     heads, dim = q.shape[1:]
     if not kernel:
-        return _attend(q, cache, plan, 1 if decodes else TILE_TOKENS, window)
+        return _attend(q, cache, plan, scale, 1 if decodes else TILE_TOKENS, window)
     out, _ = ragged_paged_attention(
         *(q, cache, plan.query_start, plan.context_len, plan.tables),
-        scale=dim**-0.5,
+        scale=scale,
         sliding_window=window,
         block_q=1 if decodes else tile_queries(heads, cache.shape[1], dim),
     )
@@ -112,7 +114,12 @@ def paged_attention(
 
 
 def _attend(
-    q: jax.Array, cache: jax.Array, plan: Plan, tile_tokens: int, window: int | None
+    q: jax.Array,
+    cache: jax.Array,
+    plan: Plan,
+    scale: float,
+    tile_tokens: int,
+    window: int | None,
 ) -> jax.Array:
     """Compute attention the plain way."""
     tokens, heads, dim = q.shape
@@ -127,7 +134,6 @@ def _attend(
     tiled = q.at[token].get(mode="clip")
     tiled = tiled.reshape(*token.shape, kv_heads, heads // kv_heads, dim)
     last = position.max(axis=1)
-    scale = jnp.float32(dim**-0.5)
     span = pages * block_size
 
     def attend_group(group: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -148,7 +154,7 @@ def _attend(
             precision=precision(q),
             preferred_element_type=jnp.float32,
         )
-        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        scores = jnp.where(seen, scores * jnp.float32(scale), -jnp.inf)
         new_max = jnp.maximum(running_max, scores.max(axis=-1))
         # If a token has seen nothing yet, its maximum is -inf.
         base = jnp.where(new_max == -jnp.inf, 0.0, new_max)

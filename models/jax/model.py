@@ -200,6 +200,7 @@ def _attend(
     pages = write_cache(pages, k, v, plan, kernel=kernel)
     out = paged_attention(
         *(q, pages, plan),
+        scale=attention.scale,
         decodes=shape.decodes,
         window=attention.sliding_window,
         kernel=kernel,

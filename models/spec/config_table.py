@@ -46,6 +46,16 @@ _QWEN2 = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"}
 
 READ_BY: dict[str, frozenset[str]] = {
     "llama": frozenset({"attention_bias", "mlp_bias"}),
+    "granite": frozenset(
+        {
+            "attention_bias",
+            "attention_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
+            "mlp_bias",
+            "residual_multiplier",
+        }
+    ),
     "mistral": frozenset({"sliding_window"}),
     "mixtral": frozenset(
         {"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}

@@ -52,7 +52,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     tied = _is_tied(whole, fields, architecture, family)
     layers = tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers))
     _check_layer_types(fields, decoder, layers)
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=architecture,
         # Quantized checkpoints without the field are of models that are published in bfloat16.
         dtype=_dtype(whole, fields, "float32" if quantization is None else "bfloat16"),
@@ -73,6 +73,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         ),
         quantization=quantization,
     )
+    return spec if family.finish is None else family.finish(fields, spec)
 
 
 def unread_fields(config: dict[str, Any]) -> list[str]:
@@ -158,6 +159,32 @@ def _llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         decoder.attention(i, qkv_bias=bias, o_bias=bias),
         decoder.mlp(i, bias=fields.flag("mlp_bias", False)),
     )
+
+
+def _granite(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias, factor = fields.flag("attention_bias", False), fields.number("residual_multiplier", 1.0)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
+    mlp = decoder.mlp(i, bias=fields.flag("mlp_bias", False))
+    return decoder.layer(
+        i,
+        replace(
+            attention,
+            o=attention.o.scaled(factor),
+            scale=fields.number("attention_multiplier", 1.0),
+        ),
+        replace(mlp, down=mlp.down.scaled(factor)),
+    )
+
+
+def _scaled_ends(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Scale Granite's embedding, and its logits by the LM head or, if it is tied, by the norm."""
+    factor = fields.number("embedding_multiplier", 1.0)
+    divisor = fields.number("logits_scaling", 1.0)
+    spec = replace(spec, embedding=replace(spec.embedding, scale=factor))
+    if spec.lm_head is not None:
+        return replace(spec, lm_head=replace(spec.lm_head, scale=1 / divisor))
+    norm = replace(spec.norm.weight, scale=1 / (factor * divisor))
+    return replace(spec, norm=replace(spec.norm, weight=norm))
 
 
 def _mistral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
@@ -573,6 +600,7 @@ class Family:
         ropes_by_kind: layers with and without a window have their own rotary embeddings.
         embedding: its name in the checkpoint.
         other_types: other names of the family in config.json.
+        finish: changes the described model; None if nothing is left to do.
         skipped: name patterns for more tensors without an effect; `{layers}` is the number of
             layers, because heads that predict several tokens are stored as layers.
     """
@@ -588,6 +616,7 @@ class Family:
     ropes_by_kind: bool = False
     embedding: str = "model.embed_tokens"
     other_types: tuple[str, ...] = ()
+    finish: Callable[[Fields, ModelSpec], ModelSpec] | None = None
     skipped: tuple[str, ...] = ()
 
 
@@ -616,6 +645,7 @@ QWEN3_VL = Family("qwen3_vl_text", _qwen3_vl, 128_000, 1e-6, 500_000.0)
 QWEN3_VL_MOE = Family("qwen3_vl_moe_text", _qwen3_vl_moe, 128_000, 1e-6, 500_000.0)
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama, 2048),
+    "GraniteForCausalLM": Family("granite", _granite, 2048, finish=_scaled_ends),
     "MistralForCausalLM": Family("mistral", _mistral, 131_072),
     "MixtralForCausalLM": Family("mixtral", _mixtral, 131_072, 1e-5, 1_000_000.0),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2, 32_768),

@@ -66,6 +66,8 @@ def read_pooling(path: Path) -> Pooling:
     Raises:
         ModelError: it asks for an unsupported module or mode, or a file is malformed.
     """
+    from weft.models.checkpoint.locate import read_spec
+
     file = path / MODULES_FILE
     if not file.exists():
         return Pooling()
@@ -85,6 +87,11 @@ def read_pooling(path: Path) -> Pooling:
                 )
     if kind is None:
         raise ModelError(f"{file} has no module Pooling; --pooling mean or last sets it")
+    if not normalize and read_spec(path).norm.weight.scale != 1.0:
+        raise ModelError(
+            f"{file} has no module Normalize; it must have one, because the final norm is scaled "
+            "by config.json's logits_scaling. --pooling mean or last ignores the modules"
+        )
     return Pooling(kind, normalize)
 
 

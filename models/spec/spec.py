@@ -88,6 +88,7 @@ class WeightSpec:
         head_order: for each row of a head, its index in the checkpoint's heads; () if they have
             the same order. The first axis then consists of heads.
         in_float32: kept in float32, whatever the compute dtype is.
+        scale: multiplies the checkpoint's numbers, in float32.
     """
 
     name: str
@@ -96,6 +97,7 @@ class WeightSpec:
     places: tuple[Place, ...] = ()
     head_order: tuple[int, ...] = ()
     in_float32: bool = False
+    scale: float = 1.0
 
     @property
     def has_experts(self) -> bool:
@@ -119,6 +121,11 @@ class LinearSpec:
 
     weight: WeightSpec
     bias: WeightSpec | None = None
+
+    def scaled(self, factor: float) -> LinearSpec:
+        """Return the layer whose result is `factor` times as large."""
+        bias = None if self.bias is None else replace(self.bias, scale=factor)
+        return LinearSpec(replace(self.weight, scale=factor), bias)
 
 
 @dataclass(frozen=True, slots=True)

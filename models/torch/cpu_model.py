@@ -176,8 +176,9 @@ class CpuModel:
         elif stage.is_first:
             # The LM head keeps the table itself where oneDNN cannot pack it.
             kept = shared and stage.is_last and not can_pack(dtype)
-            rows = table if kept else weights.read(spec.embedding)
-            if spec.lm_head is not None or not stage.is_last:
+            in_file = spec.embedding.scale == 1.0
+            rows = table if kept else (weights.read if in_file else load)(spec.embedding)
+            if in_file and (spec.lm_head is not None or not stage.is_last):
                 load.saved += local.embedding.size * dtype.itemsize  # rows stay in the file
             self._rows = lambda token_ids: embedding(token_ids, rows).to(dtype)
         self.saved_bytes = load.saved

@@ -25,6 +25,7 @@ CHAT_TEMPLATE = (
 
 FAMILIES = {
     "llama": "LlamaConfig",
+    "granite": "GraniteConfig",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
@@ -98,6 +99,12 @@ YARN_WITH_BETA = {
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+    },
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},

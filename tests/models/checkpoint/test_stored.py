@@ -50,7 +50,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints to quantise. Neither heads nor widths are multiples of all blocks."""
     return {
         family: make_checkpoint(tmp_path_factory.mktemp(family), family)
-        for family in ("llama", "phi3", "qwen3_moe", "bailing_moe")
+        for family in ("llama", "phi3", "qwen3_moe", "bailing_moe", "granite")
     }
 
 
@@ -68,7 +68,7 @@ def check_equal(quantized: Path, plain: Path, layouts: list[Layout]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "bailing_moe"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "bailing_moe", "granite"])
 def test_every_format_is_read_as_its_numbers(
     family: str, form: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -196,6 +196,28 @@ def test_heads_are_sorted_so_that_rotated_pairs_are_half_a_head_apart(
     assert (inverse[4:] == 0).all()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", [WHOLE, Layout(tp=2, rank=1)])
+def test_multipliers_are_in_the_weights(tmp_path: Path, layout: Layout, tied: bool) -> None:
+    """Granite: products are in float32, before they are rounded."""
+    sizes = {"mlp_bias": True, "tie_word_embeddings": tied}
+    path = make_checkpoint(tmp_path, "granite", dtype="bfloat16", **sizes)
+    spec, tensors = read_spec(path), load_file(path / SINGLE_FILE)
+    weights = Weights(path, spec, layout=layout)
+    scales = {"model.embed_tokens.weight": 12.0}
+    scales |= {"model.norm.weight": 1 / 96} if tied else {"lm_head.weight": 1 / 8}
+    for i in range(2):
+        scales[f"model.layers.{i}.self_attn.o_proj.weight"] = 0.22
+        scales[f"model.layers.{i}.mlp.down_proj.weight"] = 0.22
+        scales[f"model.layers.{i}.mlp.down_proj.bias"] = 0.22
+    assert set(scales) < {weight.name for weight in spec.weights}
+    for weight in spec.weights:
+        expected = tensors[weight.name][weights.parts(weight)]
+        if (scale := scales.get(weight.name)) is not None:
+            expected = expected.float() * scale
+        assert torch.equal(weights.read(weight), expected), weight.name
+
+
 def test_transposed_experts_are_turned(tmp_path: Path) -> None:
     """Qwen3-VL publishes experts as [experts, hidden, 2 x width] and [experts, width, hidden]."""
     path = make_checkpoint(tmp_path, "qwen3_vl_moe")

@@ -49,6 +49,7 @@ PLAIN = Kernels()
 CASES = [
     pytest.param("llama", BIASES | {"rope_parameters": LLAMA3}, 2, 1, id="llama, biases, tp 2"),
     pytest.param("mistral", {"sliding_window": 6}, 1, 1, id="mistral, window"),
+    pytest.param("granite", BIASES | {"tie_word_embeddings": True}, 2, 1, id="granite, tp 2"),
     pytest.param("qwen2", QWEN2 | {"tie_word_embeddings": True}, 1, 1, id="qwen2, window, tied"),
     pytest.param("qwen3", ONE_HEAD | {"head_dim": 24}, 2, 1, id="qwen3, tp 2, one KV head"),
     pytest.param("qwen3_moe", {"mlp_only_layers": [0]}, 4, 2, id="qwen3_moe, tp 4, ep 2"),

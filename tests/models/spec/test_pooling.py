@@ -12,6 +12,14 @@ import pytest
 from weft.errors import ModelError
 from weft.models.spec.pooling import Pooling, read_pooling
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
 OLD = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False}
 
 
@@ -45,7 +53,20 @@ def test_modules_say_it(tmp_path: Path, config: dict[str, Any], kind: Any) -> No
     write(tmp_path, ["Transformer", "Pooling", "Normalize"], config)
     assert read_pooling(tmp_path) == Pooling(kind, normalize=True)
     write(tmp_path, ["Transformer", "Pooling"])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_pooling(tmp_path) == Pooling(kind, normalize=False)
+
+
+def test_a_scaled_final_norm_needs_unit_length(tmp_path: Path) -> None:
+    granite = LLAMA | {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True}
+    path = write(tmp_path, ["Transformer", "Pooling"], {"pooling_mode": "mean"})
+    (path / "config.json").write_text(json.dumps(granite))
+    assert read_pooling(path) == Pooling("mean", normalize=False)
+    (path / "config.json").write_text(json.dumps(granite | {"logits_scaling": 8.0}))
+    with pytest.raises(ModelError, match="has no module Normalize; it must have one"):
+        read_pooling(path)
+    write(path, ["Transformer", "Pooling", "Normalize"])
+    assert read_pooling(path) == Pooling("mean", normalize=True)
 
 
 @pytest.mark.parametrize(

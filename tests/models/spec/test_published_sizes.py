@@ -43,6 +43,26 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
             "vocab_size": 151552,
         },
     ),
+    "granite-3.3-8b": (
+        8.17,
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "hidden_size": 4096,
+            "intermediate_size": 12800,
+            "logits_scaling": 16.0,
+            "max_position_embeddings": 131072,
+            "model_type": "granite",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "residual_multiplier": 0.22,
+            "rope_theta": 10000000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 49159,
+        },
+    ),
     "ring-1t": (
         999.7,
         {

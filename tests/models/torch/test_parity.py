@@ -61,6 +61,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear rope": ("llama", {"rope_parameters": LINEAR}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama, norm eps": ("llama", {"rms_norm_eps": 0.1}),
+    "granite": ("granite", {"tie_word_embeddings": True}),
+    "granite, untied, biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "granite, no multipliers": (
+        "granite",
+        {
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+        },
+    ),
     "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),

@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "wide norms": ("minimax_m2", {}),
     "output norms": ("olmo3", {}),
     "four norms": ("glm4", {}),
+    "multipliers": ("granite", {"tie_word_embeddings": True}),
 }
 NEWER = ("shared gate", "groups", "wide norms")
 """Models with a shared MLP, groups of experts, or norms over all heads."""
@@ -69,6 +70,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "ling": ("bailing_moe", {"first_k_dense_replace": 0, "num_hidden_layers": 1}),
     "half turned": ("glm", {"num_hidden_layers": 1}),
     "not turned": ("smollm3", {"num_hidden_layers": 4}),
+    "multipliers": ("granite", {"num_hidden_layers": 1}),
     "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
     "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
 }
@@ -76,7 +78,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = (
     *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
-    *("scaled queries", "normed after turning", "output norms"),
+    *("scaled queries", "normed after turning", "output norms", "multipliers"),
 )
 
 CASES: list[Case] = [
