@@ -130,7 +130,7 @@ def _is_transposed(spec: QuantSpec) -> bool:
 
 def _numbers(spec: QuantSpec, codes: Tensor, rows: slice, columns: slice) -> Tensor:
     """Unpack a part of the codes: [rows, columns] of any dtype."""
-    if spec.format in ("fp8", "int8"):
+    if spec.format in ("fp8", "int8", "fp8_torchao", "int8_torchao"):
         return codes[rows, columns]
     if spec.format in FP4:
         pairs = codes.flatten(1)[rows, columns.start // 2 : -(-columns.stop // 2)]

@@ -171,6 +171,7 @@ class _Names:
         own: of the matrix itself, in place of `codes`.
         scales: of the scales; the first that is there counts.
         zeros, order, size, global_scale: of the other parts.
+        zeros_may_lack: whether a matrix without zero points has zero points of 0.
     """
 
     codes: str
@@ -181,6 +182,7 @@ class _Names:
     order: str | None = None
     size: str | None = None
     global_scale: str | None = None
+    zeros_may_lack: bool = False
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -210,6 +212,15 @@ NAMES: dict[Format, _Names] = {
     "mxfp4": _Names("_blocks", "U8", ("_scales",)),
     "mxfp4_packed": _PACKED_FP4,
     "nvfp4": _PACKED_FP4,
+    "fp8_torchao": _Names("._weight_qdata", "F8_E4M3", ("._weight_scale",), ".weight"),
+    "int8_torchao": _Names(
+        "._weight_qdata",
+        "I8",
+        ("._weight_scale",),
+        ".weight",
+        zeros="._weight_zero_point",
+        zeros_may_lack=True,
+    ),
     "nvfp4_modelopt": _Names("", "U8", ("_scale",), global_scale="_scale_2"),
 }
 HAS_GLOBAL_SCALE = ("nvfp4", "nvfp4_modelopt")
@@ -268,7 +279,7 @@ def _join(
     scales, zeros = part(*names.scales), part(names.zeros) if spec.zero_points else None
     global_scale = part(names.global_scale) if has_global_scale else None
     lacking = stem + names.scales[0] if scales is None else None
-    if spec.zero_points and zeros is None:
+    if spec.zero_points and zeros is None and not names.zeros_may_lack:
         lacking = f"{stem}{names.zeros}"
     if has_global_scale and global_scale is None:
         lacking = f"{stem}{names.global_scale}"
@@ -297,6 +308,8 @@ def _shape(spec: QuantSpec, codes: Entry) -> tuple[int, ...]:
         case _ if 0 in shape:
             pass
         case "fp8" | "int8", (_, _) | (_, _, _):
+            return shape
+        case "fp8_torchao" | "int8_torchao", (_, _):
             return shape
         case "packed", (rows, words):
             return rows, words * per_word

@@ -2,7 +2,7 @@
 
 Each method is one entry in `METHODS`: the fields that weft reads, the fields with supported values,
 and the fields without an effect on the weights. Sources: transformers' quantization_config.py (fp8,
-awq, gptq, mxfp4), the package compressed-tensors, and the export of NVIDIA's ModelOpt.
+awq, gptq, mxfp4), the packages compressed-tensors and torchao, and the export of NVIDIA's ModelOpt.
 
 Activations stay in the compute dtype, so fields for their quantisation have no effect.
 """
@@ -30,6 +30,8 @@ Format = Literal[
     "mxfp4_packed",
     "nvfp4",
     "nvfp4_modelopt",
+    "fp8_torchao",
+    "int8_torchao",
 ]
 
 
@@ -42,6 +44,7 @@ class QuantSpec:
             int32 words. "awq", "gptq", "gptq_v2": words of these methods. "mxfp4": pairs of fp4
             e2m1 numbers in bytes, of stacked experts. "mxfp4_packed", "nvfp4": the same pairs as
             compressed-tensors stores them. "nvfp4_modelopt": as ModelOpt stores them.
+            "fp8_torchao", "int8_torchao": fp8 and int8 under torchao's names.
         block: rows and columns that share a scale; 0 stands for all.
         bits: of one number.
         zero_points: whether each block has a zero point, too.
@@ -215,6 +218,37 @@ def _gptq(fields: Fields) -> Quantization:
 
 def _mxfp4(fields: Fields) -> Quantization:
     return _except(QuantSpec("mxfp4", (1, 32), bits=4), fields)
+
+
+def _torchao(fields: Fields) -> Quantization:
+    config = fields.section("quant_type").section("default")
+    stored = TORCHAO[config.choice("_type", tuple(TORCHAO), default="")]
+    _check(config, {"_version": (2,)})
+    options = config.section("_data")
+    if options.has("group_size"):
+        raise options.error("group_size", "null: granularity has the size")
+    for name, value in {"weight_dtype": "float8_e4m3fn", "packing_format": "PLAIN"}.items():
+        if options.section(name).values.get("_data", value) != value:
+            raise options.error(name, value)
+    # A list has the activations' granularity first.
+    either = options.values.get("granularity")
+    last = either[-1] if isinstance(either, list) and either else either
+    given = Fields({"granularity": last}, options.source, options.prefix)
+    kind = given.section("granularity")
+    shared = kind.choice("_type", ("PerRow", "PerTensor", "PerGroup"), default="")
+    size = kind.section("_data").integer("group_size") if shared == "PerGroup" else 0
+    block = (0, 0) if shared == "PerTensor" else (1, size)
+    spec = QuantSpec(stored, block, zero_points=stored == "int8_torchao")
+    return _except(spec, fields)
+
+
+TORCHAO: Mapping[str, Format] = {
+    "Float8DynamicActivationFloat8WeightConfig": "fp8_torchao",
+    "Float8WeightOnlyConfig": "fp8_torchao",
+    "Int8DynamicActivationInt8WeightConfig": "int8_torchao",
+    "Int8WeightOnlyConfig": "int8_torchao",
+}
+"""torchao's configs whose tensors hold plain numbers, [out, in]."""
 
 
 def _compressed_tensors(fields: Fields) -> Quantization:
@@ -405,6 +439,12 @@ METHODS = {
                 "use_exllama",
             }
         ),
+    ),
+    "torchao": Method(
+        _torchao,
+        frozenset({"modules_to_not_convert", "quant_type"}),
+        {"include_input_output_embeddings": (False,), "untie_embedding_weights": (False,)},
+        frozenset({"quant_type_kwargs"}),
     ),
     "mxfp4": Method(_mxfp4, frozenset({"modules_to_not_convert"}), {}, frozenset({"dequantize"})),
 }

@@ -301,6 +301,26 @@ def nvfp4(config: dict[str, Any], *, modelopt: bool) -> Format:
     return Format(config, pack)
 
 
+def torchao(form: Format, config: dict[str, Any]) -> Format:
+    """Give fp8 or int8 numbers the names of torchao's `flatten_tensor_state_dict`."""
+
+    def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        tensors, values = form.pack(name, weight)
+        stem = name.removesuffix("weight") + "_weight_"
+        parts = {each.removeprefix(name): tensor for each, tensor in tensors.items()}
+        names = {end: end.removeprefix("_") or "qdata" for end in parts}
+        return {stem + names[end]: tensor for end, tensor in parts.items()}, values
+
+    section = {"quant_method": "torchao", "quant_type": {"default": config}, **NOT_CONVERTED}
+    return Format(section, pack)
+
+
+def torchao_config(name: str, granularity: Any, **options: Any) -> dict[str, Any]:
+    """Make the `quant_type` that torchao 0.18 writes."""
+    data = {"group_size": None, "granularity": granularity, "set_inductor_config": True}
+    return {"_type": name, "_version": 2, "_data": data | options}
+
+
 def by_module(config: dict[str, Any], one: Format, other: Format) -> Format:
     """Make a checkpoint with attention in one format and the rest in another."""
 
@@ -336,6 +356,11 @@ AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": False, "damp_percent": 0.01}
 FLOAT, INT = {"type": "float", "num_bits": 8}, {"type": "int", "num_bits": 8}
 INT4 = {"type": "int", "num_bits": 4}
+PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+PER_TENSOR = {"_type": "PerTensor", "_version": 1, "_data": {}}
+PER_GROUP = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": 16}}
+E4M3 = {"weight_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"}}
+PLAIN = {"packing_format": {"_type": "Float8PackingFormat", "_data": "PLAIN"}}
 FLOAT4 = {"type": "float", "num_bits": 4}
 NVFP4 = {**FLOAT4, "strategy": "tensor_group", "group_size": 16}
 MXFP4 = {**FLOAT4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -387,6 +412,21 @@ FORMATS: dict[str, Format] = {
     "modelopt mixed": by_module(MODELOPT_MIXED, MODELOPT_FP8, MODELOPT_NVFP4),
     "nvfp4": nvfp4(compressed("nvfp4-pack-quantized", **NVFP4), modelopt=False),
     "mxfp4, packed": mxfp4_packed(compressed("mxfp4-pack-quantized", **MXFP4)),
+    "torchao fp8, row": torchao(
+        fp8({}, (1, 0), "_scale"), torchao_config("Float8WeightOnlyConfig", PER_ROW, **E4M3)
+    ),
+    "torchao fp8, tensor": torchao(
+        fp8({}, None, "_scale"),
+        torchao_config(
+            "Float8DynamicActivationFloat8WeightConfig", [PER_ROW, PER_TENSOR], **E4M3, **PLAIN
+        ),
+    ),
+    "torchao int8, groups": torchao(
+        integers({}, 8, (1, 16), zeros=True), torchao_config("Int8WeightOnlyConfig", PER_GROUP)
+    ),
+    "torchao int8, row": torchao(
+        integers({}, 8, (1, 0)), torchao_config("Int8DynamicActivationInt8WeightConfig", PER_ROW)
+    ),
     "int8, channel": integers(compressed("int-quantized", strategy="channel", **INT), 8, (1, 0)),
     "int8, channel, zero points": integers(
         compressed("int-quantized", strategy="channel", **INT | {"symmetric": False}),

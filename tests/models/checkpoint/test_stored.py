@@ -137,7 +137,7 @@ def change_scale(value: float, end: str = "weight_scale_inv") -> Callable[[Tenso
 
 
 BLOCKS, INT4, INT8 = "fp8, blocks", "int4, groups", "int8, channel, zero points"
-MODELOPT = "modelopt nvfp4"
+MODELOPT, TORCHAO = "modelopt nvfp4", "torchao int8, groups"
 WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "no scale": (
         BLOCKS,
@@ -240,6 +240,26 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         "gptq, 4 bits",
         lambda tensors: tensors[f"{STEM}qzeros"].fill_(-1),
         f"{FILE}: {STEM}qzeros holds a zero point of 0, which checkpoint_format 'gptq' cannot",
+    ),
+    "no scale, torchao": (
+        TORCHAO,
+        lambda tensors: tensors.pop(f"{STEM}_weight_scale"),
+        f"{FILE} has {STEM}_weight_qdata, but no safetensors file has {STEM}_weight_scale",
+    ),
+    "NaN, torchao": (
+        TORCHAO,
+        change_scale(float("nan"), "_weight_scale"),
+        f"{FILE}: {STEM}_weight_scale holds nan; a scale is a finite number other than 0",
+    ),
+    "zero point's shape, torchao": (
+        TORCHAO,
+        lambda tensors: tensors.update({f"{STEM}_weight_zero_point": torch.zeros(64, 1).char()}),
+        f"{STEM}_weight_zero_point has shape (64, 1); by config.json it is (64, 6)",
+    ),
+    "scale of activations, torchao": (
+        TORCHAO,
+        lambda tensors: tensors.update({f"{STEM}_weight_act_pre_scale": torch.ones(96)}),
+        f"{FILE} has {STEM}_weight_act_pre_scale, which is part of a quantized weight",
     ),
     "no global scale": (
         "nvfp4",

@@ -16,7 +16,9 @@ from support.quantized import (
     MODELOPT_MIXED,
     MXFP4,
     NVFP4,
+    PER_ROW,
     compressed,
+    torchao_config,
 )
 from support.recorded_config import Recorder
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -83,6 +85,9 @@ def spec_of(section: Any, name: str = "model.layers.0.mlp.up_proj") -> QuantSpec
         (EXPERT_FORMATS["mxfp4"].config, QuantSpec("mxfp4", (1, 32), 4)),
         (compressed("nvfp4-pack-quantized", **NVFP4), QuantSpec("nvfp4", (1, 16), 4)),
         (compressed("mxfp4-pack-quantized", **MXFP4), QuantSpec("mxfp4_packed", (1, 32), 4)),
+        (FORMATS["torchao fp8, row"].config, QuantSpec("fp8_torchao", (1, 0))),
+        (FORMATS["torchao fp8, tensor"].config, QuantSpec("fp8_torchao", (0, 0))),
+        (FORMATS["torchao int8, groups"].config, QuantSpec("int8_torchao", (1, 16), 8, True)),
         ({**MODELOPT, "quant_algo": "NVFP4"}, QuantSpec("nvfp4_modelopt", (1, 16), 4)),
         ({**MODELOPT, "quant_algo": "W4A16_NVFP4"}, QuantSpec("nvfp4_modelopt", (1, 16), 4)),
     ],
@@ -173,6 +178,16 @@ def nvfp4(**fields: Any) -> dict[str, Any]:
     return compressed("nvfp4-pack-quantized", **NVFP4 | fields)
 
 
+def torchao(name: str = "Float8WeightOnlyConfig", **fields: Any) -> dict[str, Any]:
+    config = torchao_config(name, PER_ROW)
+    config["_version"] = fields.pop("version", 2)
+    config["_data"] |= fields
+    return {"quant_method": "torchao", "quant_type": {"default": config}}
+
+
+AO = ".quant_type.default."
+
+
 def weights(**fields: Any) -> dict[str, Any]:
     return compressed("pack-quantized", **GROUP4 | fields)
 
@@ -231,6 +246,24 @@ IN_GROUP = ".config_groups.group_0."
             f"{IN_GROUP}weights.block_structure is '2'; supported is a list",
         ),
         (compressed("mxfp6-pack-quantized"), ".format is 'mxfp6-pack-quantized'; supported is 'fl"),
+        (torchao("Int4WeightOnlyConfig"), f"{AO}_type is 'Int4WeightOnlyConfig'; supported is 'Fl"),
+        (torchao(version=1), f"{AO}_version is 1; supported is 2"),
+        (torchao(group_size=32), f"{AO}_data.group_size is 32; supported is null"),
+        (torchao(weight_dtype={"_data": "float8_e5m2"}), f"{AO}_data.weight_dtype is {{'_data': '"),
+        (torchao(packing_format={"_data": "SPARSE"}), f"{AO}_data.packing_format is {{'_data': 'S"),
+        (torchao(granularity={"_type": "PerBlock"}), f"{AO}_data.granularity._type is 'PerBlock';"),
+        (
+            torchao(granularity=None),
+            f"{AO}_data.granularity._type is missing; supported is 'PerRow",
+        ),
+        (
+            {**torchao(), "quant_type": "int8_weight_only"},
+            ".quant_type is 'int8_weight_only'; suppo",
+        ),
+        (
+            {**torchao(), "include_input_output_embeddings": True},
+            ".include_input_output_embeddings is true; supported is false",
+        ),
         (nvfp4(type="int"), ".format is 'nvfp4-pack-quantized'; supported is not 'nvfp4-pack-quan"),
         (nvfp4(num_bits=8), f"{IN_GROUP}weights.num_bits is 8; supported is 4"),
         (nvfp4(group_size=32), f"{IN_GROUP}weights.group_size is 32; supported is 16"),
