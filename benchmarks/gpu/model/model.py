@@ -148,6 +148,7 @@ def make_runner(
         pipe=ALONE.pipe,
         vocab_size=scale.spec.vocab_size,
         dtype=scale.dtype,
+        kv_dtype=scale.dtype,
         block_size=PAGE,
         max_num_seqs=users,
         max_tokens=max_tokens,

@@ -131,6 +131,7 @@ def test_the_host_reads_nothing_from_the_device_in_a_step(
         pipe=ALONE.pipe,
         vocab_size=spec.vocab_size,
         dtype="bfloat16",
+        kv_dtype="bfloat16",
         block_size=PAGE,
         max_num_seqs=4,
         max_tokens=64,
