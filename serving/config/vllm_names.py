@@ -82,7 +82,6 @@ ADVICE: dict[str, str] = {
     "--guided-decoding-backend": _GRAMMARS,
     "--hf-overrides": _OWN_CONFIG,
     "--hf-token": "set HF_TOKEN",
-    "--kv-cache-dtype": "the KV cache has the compute type; see --dtype",
     "--limit-mm-per-prompt": "weft serves text only",
     "--load-format": "weft reads safetensors only",
     "--logits-processors": "use allowed_token_ids, bad_words, logit_bias or a grammar in requests",

@@ -325,7 +325,7 @@ def by_module(config: dict[str, Any], one: Format, other: Format) -> Format:
     """Make a checkpoint with attention in one format and the rest in another."""
 
     def pack(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-        return (one if "self_attn" in name else other).pack(name, weight)
+        return (other if ".mlp." in name else one).pack(name, weight)
 
     return Format(config, pack)
 
@@ -373,6 +373,7 @@ MODELOPT_MIXED = MODELOPT | {
         for i in range(2)
         for name, layer in {
             "self_attn": {"quant_algo": "FP8"},
+            "attention": {"quant_algo": "FP8"},
             "mlp": {"quant_algo": "NVFP4", "group_size": 16},
         }.items()
     },
