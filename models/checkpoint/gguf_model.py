@@ -44,6 +44,9 @@ OPTIONAL: dict[str, tuple[str, type[Any]]] = {
 }
 """Keys of all architectures, after `ARCHITECTURE.`, with config.json's field and type."""
 
+ROPE_THETA = 10_000.0
+"""llama.cpp's base of the rotary embedding if a file has none."""
+
 ROPE_SCALING: dict[str, dict[str, tuple[str, type[Any]]]] = {
     "none": {},
     "linear": {"factor": ("factor", float)},
@@ -75,6 +78,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "nextn_predict_layers": (0,),
     "pooling_type": (0, 3),  # 3 is the last token
     "rope.scale_linear": (1.0,),
+    "rope.scaling.factor": (0.0, 1.0),  # without linear or yarn
     "rope.scaling.attn_factor": (0.0, 1.0),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
@@ -205,6 +209,7 @@ def gguf_config(file: Path) -> dict[str, Any]:
             config[name] = value
     if EMBEDDING not in header.tensors:
         raise ModelError(f"{file} lacks {EMBEDDING}; get another file")
+    config.setdefault("rope_theta", ROPE_THETA)
     config |= architecture.fixed
     config |= {name: tensor in header.tensors for name, tensor in architecture.flags.items()}
     config["vocab_size"] = header.tensors[EMBEDDING].shape[0]
@@ -264,10 +269,11 @@ def _architecture(header: Header) -> tuple[str, Architecture]:
     name = header.need("general.architecture", str)
     experts = (header.get(f"{name}.expert_count", int) or 0) > 0
     if (architecture := ARCHITECTURES.get((name, experts))) is None:
-        names = ", ".join(dict.fromkeys(name for name, _ in ARCHITECTURES))
+        names = dict.fromkeys(known for known, _ in ARCHITECTURES)
         within = f" {'with' if experts else 'without'} experts" if name in names else ""
         raise ModelError(
-            f"{header.file}: general.architecture is {shown(name)}{within}; supported is {names}. "
+            f"{header.file}: general.architecture is {shown(name)}{within}; supported is "
+            f"{', '.join(names)}. "
             "Others may load as safetensors: give the original model"
         )
     return f"{name}.", architecture

@@ -293,7 +293,8 @@ def model_name(model: str) -> str:
     path = Path(os.path.abspath(os.path.expanduser(model)))
     if path.parent.name == "snapshots" and (cached := _HUB_FOLDER.fullmatch(path.parts[-3])):
         return f"{cached[1]}/{cached[2]}"
-    return path.resolve().name.removesuffix(SUFFIX)
+    # A GGUF file in the hub's cache is a link to a file whose name is a hash.
+    return path.stem if is_gguf(path) else path.resolve().name
 
 
 def read_spec(path: Path) -> ModelSpec:
@@ -351,7 +352,10 @@ def _what_is_wrong(path: Path) -> str:
             f"({', '.join(BUNDLED)})"
         )
     if not path.is_dir():
-        return f"{path} is a file: give the directory with config.json and the weights"
+        return (
+            f"{path} is a file: give the directory with config.json and the weights, or a GGUF "
+            f"file whose name ends in {SUFFIX}"
+        )
     link = path / "config.json"
     if link.is_symlink():
         return (

@@ -31,9 +31,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.models.checkpoint.gguf_header import is_gguf
+from weft.models.checkpoint.gguf_header import check_gguf, is_gguf
 from weft.models.checkpoint.gguf_model import gguf_tensors
-from weft.models.checkpoint.gguf_tensor import GgufTensor
+from weft.models.checkpoint.gguf_tensor import PLAIN, GgufTensor
 from weft.models.checkpoint.locate import find_files
 from weft.models.checkpoint.stored import (
     PART_ENDS,
@@ -113,6 +113,11 @@ class Weights:
         """
         (tensor,) = self.read_each(weight)
         return tensor
+
+    def stays_in_file(self, weight: WeightSpec) -> bool:
+        """Tell whether `read` returns a view of the mapped file, which takes no memory."""
+        stored = (self._entries[part.tensor] for part in self._to_read(weight))
+        return weight.scale == 1.0 and not weight.head_order and not any(map(_is_quantized, stored))
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         """Yield this rank's tensors for a weight, one at a time, as in `read`.
@@ -271,9 +276,16 @@ def _check_files(
     return entries, places, rest
 
 
+def _is_quantized(stored: Stored) -> bool:
+    if isinstance(stored, GgufTensor):
+        return stored.info.type not in PLAIN
+    return isinstance(stored, Quantized)
+
+
 def _stored(path: Path, spec: ModelSpec) -> Mapping[str, Stored]:
     """Return every tensor in a checkpoint; a quantised matrix is one."""
     if is_gguf(path):
+        check_gguf()
         return gguf_tensors(path)
     return join_quantized(_read_headers(path), spec.quantization)
 

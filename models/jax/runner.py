@@ -99,7 +99,7 @@ class JaxRunner:
         """Read the weights from the checkpoint in `path` onto the devices.
 
         Args:
-            path: the checkpoint's directory.
+            path: the checkpoint's directory or GGUF file.
             spec: the checkpoint's model, from `checkpoint.locate.read_spec`.
             devices: `layout.tp` jax devices, from this process and others that do the same.
             layout: tp and ep, which divides tp.

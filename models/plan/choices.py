@@ -36,7 +36,10 @@ BITS = {"none": None, "int8": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """An engine's settings, as in `EngineConfig`. A `block_size` of None is decided by sizes.py."""
+    """An engine's settings, as in `EngineConfig`. A `block_size` of None is decided by sizes.py.
+
+    `kv_dtype` is the KV cache's dtype, by its torch name; None is the compute dtype.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -44,6 +47,7 @@ class Limits:
     block_size: int | None
     memory_fraction: float
     kv_cache_memory: int | None = None
+    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +217,7 @@ def _memory(
     return MemoryPlan(
         spec=last,
         dtype=dtype,
+        kv_dtype=limits.kv_dtype,
         quantization=quantization,
         available=available,
         memory_fraction=limits.memory_fraction,

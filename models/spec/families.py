@@ -556,13 +556,15 @@ def _olmo2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 def _olmo3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     bias = fields.flag("attention_bias", False)
-    sliding = _is_sliding(fields, decoder, i, period=4)
+    sliding, window = _is_sliding(fields, decoder, i, period=4), _window(fields, default=4096)
+    if sliding and window is None:
+        raise fields.error("sliding_window", "a number, because some layers have a window")
     attention = decoder.attention(
         i,
         qkv_bias=bias,
         o_bias=bias,
         norm="heads",
-        window=fields.integer("sliding_window", 4096) if sliding else None,
+        window=window if sliding else None,
         rope=decoder.sliding_rope if sliding else decoder.rope,
     )
     return decoder.layer(i, attention, decoder.mlp(i), AFTER)

@@ -97,7 +97,8 @@ UNUSED = (
     *("*.output_scale", "*.output_zero_point"),
     *("*.q_scale", "*.k_scale", "*.v_scale", "*.q_zero_point", "*.k_zero_point", "*.v_zero_point"),
 )
-"""Tensors for quantised activations and caches. weft quantises neither, so they have no effect."""
+"""Scales of quantised activations and caches. They have no effect: weft does not quantise
+activations, and its fp8 cache has no scales."""
 
 NONE = r"(?!)"
 ALL = ""

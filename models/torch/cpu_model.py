@@ -176,7 +176,7 @@ class CpuModel:
         elif stage.is_first:
             # The LM head keeps the table itself where oneDNN cannot pack it.
             kept = shared and stage.is_last and not can_pack(dtype)
-            in_file = spec.embedding.scale == 1.0
+            in_file = weights.stays_in_file(spec.embedding)
             rows = table if kept else (weights.read if in_file else load)(spec.embedding)
             if in_file and (spec.lm_head is not None or not stage.is_last):
                 load.saved += local.embedding.size * dtype.itemsize  # rows stay in the file

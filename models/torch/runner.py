@@ -166,7 +166,7 @@ class TorchRunner:
         """Read and pack this rank's weights from the checkpoint in `path`.
 
         Args:
-            path: the checkpoint's directory.
+            path: the checkpoint's directory or GGUF file.
             spec: the checkpoint's model, from `checkpoint.locate.read_spec`.
             dtype: dtype for computing: "auto", "bfloat16", "float32".
             kv_dtype: the KV cache's dtype; None is `dtype`. `FP8_CACHE` needs Triton kernels.

@@ -392,7 +392,7 @@ def _model(config: EngineConfig) -> Finding:
             "model",
             "fail",
             f"{config.model}: {error}",
-            "correct the setting, or give the directory of a complete checkpoint",
+            "correct the setting, or give a complete checkpoint: a directory or a GGUF file",
         )
     size = sum(file.stat().st_size for file in find_files(path)) / 1024**2
     return Finding(

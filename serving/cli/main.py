@@ -46,8 +46,8 @@ def weft(context: click.Context) -> int:
     weft serve                           an OpenAI-compatible endpoint
     weft COMMAND --help                  more about a command
 
-    MODEL is OWNER/NAME on the Hugging Face hub, a checkpoint's directory, or a bundled model:
-    weft-demo, the default, or weft-demo-moe.
+    MODEL is OWNER/NAME on the Hugging Face hub, a checkpoint's directory, a GGUF file, or a bundled
+    model: weft-demo, the default, or weft-demo-moe.
 
     You can give each setting as a flag (--max-queue), as a variable (WEFT_MAX_QUEUE), or as a key
     in the --config file (max_queue). The flag wins over the variable, and the variable over the

@@ -105,8 +105,8 @@ class EngineConfig:
     model: Annotated[
         str,
         Help(
-            "OWNER/NAME on the Hugging Face hub, a directory, a bundled model, or a URL with "
-            "hf://, s3:// or gs://"
+            "OWNER/NAME on the Hugging Face hub, a directory, a GGUF file, a bundled model, or a "
+            "URL with hf://, s3:// or gs://"
         ),
     ] = "weft-demo"
     revision: Annotated[

@@ -119,6 +119,7 @@ def read_gguf_tokenizer(file: Path) -> tuple[Any, dict[str, Any]]:
         split = SPLITS[header.need("tokenizer.ggml.pre", str)]
         backend, begins = _byte_level(header, kept, split), split.begins
     else:
+        header.need("tokenizer.ggml.scores", list)
         scores = _list(header, "scores", float, len(texts))
         backend, begins = _sentencepiece(header, kept, types, scores, special["unk_token"]), True
     for kinds, is_special in (((UNKNOWN, CONTROL), True), ((USER_DEFINED,), False)):

@@ -52,7 +52,7 @@ def limits_of(config: EngineConfig, spec: ModelSpec) -> Limits:
         ConfigError: `max_model_len` exceeds the model's context.
     """
     from weft.models.plan.choices import Limits
-    from weft.serving.executor.loading import context_length
+    from weft.serving.executor.loading import context_length, kv_dtype
 
     capacity = config.capacity
     return Limits(
@@ -62,6 +62,7 @@ def limits_of(config: EngineConfig, spec: ModelSpec) -> Limits:
         block_size=config.block_size,
         memory_fraction=capacity.memory_fraction,
         kv_cache_memory=config.kv_cache_memory,
+        kv_dtype=kv_dtype(config),
     )
 
 

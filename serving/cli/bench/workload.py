@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
+from weft.models.checkpoint.gguf_header import is_gguf
 from weft.models.checkpoint.locate import BUNDLED, locate
 from weft.models.plan.lengths import Lengths
 
@@ -108,6 +109,11 @@ def plain_token_ids(tokenizer: str) -> list[int]:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"--tokenizer is {tokenizer}; there is no tokenizer.json")
+    if is_gguf(file):
+        raise ConfigError(
+            f"--tokenizer is {tokenizer}; it must be a tokenizer.json or a directory with one, not "
+            "a GGUF file"
+        )
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001  the library raises nothing narrower

@@ -30,6 +30,7 @@ from weft.models.checkpoint.locate import (
 )
 from weft.models.checkpoint.weights import Weights
 from weft.models.spec.layout import WHOLE, Layout
+from weft.models.torch.cpu_model import CpuModel
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
@@ -197,13 +198,52 @@ def test_a_file_is_named_like_a_model(tmp_path: Path, source: Path) -> None:
         locate(str(file), "v1")
 
 
+def test_a_file_in_the_hubs_cache_has_its_own_name(tmp_path: Path, source: Path) -> None:
+    file, _ = write_gguf(source, tmp_path / "out")
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    blob = file.rename(tmp_path / "0a1b2c3d")
+    (snapshot / "m-Q8_0.gguf").symlink_to(blob)
+    assert model_name(str(snapshot / "m-Q8_0.gguf")) == "m-Q8_0"
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.BF16], ids=lambda kind: kind.name)
+def test_only_plain_rows_stay_in_the_file(tmp_path: Path, source: Path, kind: Type) -> None:
+    """A dequantised embedding takes memory, in the compute dtype."""
+    file, _ = write_gguf(source, tmp_path / "out", kind)
+    spec = read_spec(file)
+    weights = Weights(file, spec)
+    stays = kind is Type.BF16
+    assert weights.stays_in_file(spec.embedding) == stays
+    model = CpuModel(spec, weights, torch.float32)
+    assert model.saved_bytes == (spec.embedding.size * 4 if stays else 0)
+
+
+def test_without_a_base_the_rotary_embedding_has_llama_cpps(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "mixtral")
+    file, _ = write_gguf(source, tmp_path / "out")
+    data = file.read_bytes()
+    assert data.count(b"llama.rope.freq_base") == 1
+    file.write_bytes(data.replace(b"llama.rope.freq_base", b"other.rope.freq_base"))
+    assert read_spec(file).layers[0].attention.rope.theta == 10_000.0
+
+
+def test_a_factor_of_1_without_scaling_has_no_effect(tmp_path: Path, source: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("llama.rope.scaling.factor", 1.0)
+
+    file, _ = write_gguf(source, tmp_path / "out", change=change)
+    assert read_spec(file).layers[0].attention.rope.scaling == "none"
+
+
 def test_the_missing_package_is_named(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, _ = write_gguf(source, tmp_path / "out")
     monkeypatch.setattr("weft.models.checkpoint.gguf_header.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"pip install 'weft\[gguf\]'"):
-        find_files(file)
+    for needs in (find_files, lambda file: Weights(file, read_spec(file))):
+        with pytest.raises(ModelError, match=r"pip install 'weft\[gguf\]'"):
+            needs(file)
 
 
 def _at(offset: int, form: str, *values: Any) -> Callable[[bytes], bytes]:
@@ -312,6 +352,7 @@ def test_metadata_that_weft_does_not_follow_is_refused(
     ("old", "new", "message"),
     [
         (b"llama", b"gemma", "general.architecture is 'gemma'; supported is llama, qwen2"),
+        (b"llama", b"lama,", "general.architecture is 'lama,'; supported is llama, qwen2"),
         (b"llama", b"qwen3", "lacks|no part of Qwen3"),
     ],
 )

@@ -116,6 +116,7 @@ def test_the_name_in_the_api(model: str, name: str) -> None:
     ("files", "at", "message"),
     [
         (["model.safetensors"], "model.safetensors", "is a file: give the directory"),
+        (["model.GGUF"], "model.GGUF", "or a GGUF file whose name ends in .gguf"),
         ([], "", "is empty: give a directory with config.json"),
         (["m-q4.gguf"], "", "has no config.json; it has m-q4.gguf, in llama.cpp's format: give"),
         (["adapter_config.json", "adapter_model.safetensors"], "", "an adapter without its model"),

@@ -538,6 +538,11 @@ def test_layer_types_are_checked(
             "layer_types is ['full_attention', 'chunked_attention']",
         ),
         (
+            "Olmo3ForCausalLM",
+            {"sliding_window": None},
+            "sliding_window is null; supported is a number, because some layers have a window",
+        ),
+        (
             "Exaone4ForCausalLM",
             {"sliding_window_pattern": "LLLG"},
             "sliding_window_pattern is 'LLLG'; supported is a whole number of at least 1",

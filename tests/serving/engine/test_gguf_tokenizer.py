@@ -197,6 +197,13 @@ def test_a_wrong_vocabulary_is_refused(tmp_path: Path) -> None:
         Mine.load(file)
 
 
+def test_scores_that_are_missing_are_named(tmp_path: Path) -> None:
+    file = _file(tmp_path, write_sentencepiece(tmp_path / "source"))
+    file.write_bytes(file.read_bytes().replace(b"tokenizer.ggml.scores", b"tokenizer.ggml.serocs"))
+    with pytest.raises(ModelError, match=r"tokenizer.ggml.scores is missing"):
+        Mine.load(file)
+
+
 def test_the_tokenizer_of_a_file_serves_another_model(tmp_path: Path) -> None:
     source = _published(tmp_path / "source", "qwen2")
     model = make_checkpoint(tmp_path / "model", "qwen2")

@@ -56,6 +56,8 @@ def test_a_longer_context_may_need_more(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(long))
     assert size(gpus(8, 24), model=str(tmp_path), max_model_len=8192) == 1
     assert size(gpus(8, 24), model=str(tmp_path)) == 2
+    assert size(gpus(8, 32), model=str(tmp_path)) == 2
+    assert size(gpus(8, 32), model=str(tmp_path), kv_cache_dtype="fp8") == 1
 
 
 def test_the_fewest_tpus_that_hold_the_model(model: str) -> None:

@@ -91,6 +91,9 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         plain_token_ids(str(tmp_path))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="or a directory with one, not a GGUF file"):
+        plain_token_ids(str(tmp_path / "m.gguf"))
 
 
 ONE = Lengths(1, 1)
