@@ -63,7 +63,7 @@ def dequantize(
     block, blocks, left = width, slice(0, 1), 0
     if scales.shape[1] > 1:  # compute whole blocks, then cut them at the part's ends
         block = spec.block[1]
-        blocks = _words(columns, block)
+        blocks = words_of(columns, block)
         left = columns.start - blocks.start * block
     padded = (blocks.stop - blocks.start) * block
     result = torch.zeros(height, padded)
@@ -71,7 +71,7 @@ def dequantize(
     for start in range(rows.start, rows.stop, step):
         part = slice(start, min(start + step, rows.stop))
         values = result[part.start - rows.start : part.stop - rows.start]
-        values[:, left : left + width] = _numbers(spec, codes, part, columns)
+        values[:, left : left + width] = numbers_of(spec, codes, part, columns)
         in_blocks = values.view(len(values), -1, block)
         if zeros is not None:
             in_blocks -= _of_rows(zeros[:, blocks], spec.block[0], part)
@@ -128,8 +128,11 @@ def _is_transposed(spec: QuantSpec) -> bool:
     return spec.format in ("awq", "gptq", "gptq_v2")
 
 
-def _numbers(spec: QuantSpec, codes: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Unpack a part of the codes: [rows, columns] of any dtype."""
+def numbers_of(spec: QuantSpec, codes: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Unpack a part of the codes: [rows, columns] of any dtype, without zero points or scales.
+
+    Codes of AWQ and GPTQ are uint8, from 0; of compressed-tensors int8, around 0.
+    """
     if spec.format in ("fp8", "int8", "fp8_torchao", "int8_torchao"):
         return codes[rows, columns]
     if spec.format in FP4:
@@ -139,9 +142,9 @@ def _numbers(spec: QuantSpec, codes: Tensor, rows: slice, columns: slice) -> Ten
         return _trimmed(numbers, columns, 2)
     per_word = WORD_BITS // spec.bits
     if spec.format == "awq":
-        words = codes[columns, _words(rows, per_word)]
+        words = codes[columns, words_of(rows, per_word)]
         return _trimmed(_awq_order(_unpack(words, spec.bits)), rows, per_word).t()
-    inner = _words(columns, per_word)
+    inner = words_of(columns, per_word)
     words = codes[rows, inner] if spec.format == "packed" else codes[inner, rows].t()
     numbers = _trimmed(_unpack(words, spec.bits), columns, per_word)
     return _signed(numbers, spec.bits) if spec.format == "packed" else numbers
@@ -152,13 +155,13 @@ def _signed(numbers: Tensor, bits: int) -> Tensor:
     return (numbers - (1 << bits - 1)).view(torch.int8)
 
 
-def _words(part: slice, per_word: int) -> slice:
+def words_of(part: slice, per_word: int) -> slice:
     """Return the words, or blocks, that hold a part."""
     return slice(part.start // per_word, -(-part.stop // per_word))
 
 
 def _trimmed(numbers: Tensor, part: slice, per_word: int) -> Tensor:
-    """Cut what `_words` has in excess, on the last axis."""
+    """Cut what `words_of` has in excess, on the last axis."""
     first = part.start % per_word
     return numbers[:, first : first + part.stop - part.start]
 

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import ModelError
+from weft.kernels.packed import PackedMatrix
 from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
+from weft.models.checkpoint.packing import block_of, pack
 from weft.models.spec.quantization import SECTION, Format, Quantization, QuantSpec
 
 DTYPE_BYTES = {
@@ -108,10 +110,45 @@ class Quantized:
         Raises:
             ModelError: a scale is zero or not finite, or the parts contradict each other.
         """
+        expert, rows, columns = self._places(index)
+        grid, points = self._grids(expert, get)
+        part = dequantize(self.spec, get(self.codes)[expert], grid, points, rows, columns)
+        return part.t() if self.is_transposed else part
+
+    def block_of(self, index: Index) -> tuple[int, int] | None:
+        """Return the block of a part that kernels can read as it is stored; else None."""
+        _, rows, columns = self._places(index)
+        return block_of(self.spec, self._blocks, rows, columns)
+
+    def pack(self, index: Index, get: Callable[[Entry], Tensor]) -> PackedMatrix:
+        """Return a part of the matrix as kernels read it: [out, in], also if `is_transposed`.
+
+        Args:
+            index, get: as in `read`. `block_of` must allow the part.
+
+        Raises:
+            ModelError: as `read`; or a number is not finite.
+        """
+        expert, rows, columns = self._places(index)
+        grid, points = self._grids(expert, get)
+        block = self.block_of(index)
+        assert block is not None, "the caller has asked"
+        codes = get(self.codes)[expert]
+        part = pack(self.spec, codes, grid, points, rows, columns, block)
+        if part.kind == "fp8" and ((part.codes & 127) == 127).any():
+            raise ModelError(f"{self.file}: {self.name} holds nan; the file is damaged")
+        return part
+
+    def _places(self, index: Index) -> tuple[tuple[int, ...], slice, slice]:
+        """Return the expert, and the part's rows and columns as they are stored."""
         expert = tuple(each for each in index if isinstance(each, int))
         rows, columns = (each for each in index if isinstance(each, slice))
-        if self._is_transposed:
-            rows, columns = columns, rows
+        return (expert, columns, rows) if self.is_transposed else (expert, rows, columns)
+
+    def _grids(
+        self, expert: tuple[int, ...], get: Callable[[Entry], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the scales and zero points of all blocks, float32, once they are checked."""
         self._check_small_parts(get)
         scales = get(self.scales)[expert]
         zeros = None if self.zeros is None else get(self.zeros)
@@ -124,11 +161,10 @@ class Quantized:
         points = zero_grid(self.spec, zeros, blocks)
         if self.zeros is not None and points is not None and self.spec.format == "gptq":
             self._check_zeros(points, self.zeros)
-        part = dequantize(self.spec, get(self.codes)[expert], grid, points, rows, columns)
-        return part.t() if self._is_transposed else part
+        return grid, points
 
     @property
-    def _is_transposed(self) -> bool:
+    def is_transposed(self) -> bool:
         """True if `shape` has [in, out] for each expert."""
         return self.spec.format == "mxfp4"
 

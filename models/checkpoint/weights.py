@@ -27,10 +27,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
+from weft.kernels.packed import PackedMatrix
 from weft.models.checkpoint.gguf_header import check_gguf, is_gguf
 from weft.models.checkpoint.gguf_model import gguf_tensors
 from weft.models.checkpoint.gguf_tensor import PLAIN, GgufTensor
@@ -123,8 +125,52 @@ class Weights:
         """Yield this rank's tensors for a weight, one at a time, as in `read`.
 
         A weight with experts has one tensor for each expert. If experts are cut, only this rank's
-        part is read. Small tensors share a mapping; otherwise each would parse the file's header
-        again.
+        part is read.
+        """
+        for part, get in self._mapped(weight):
+            entry = self._entries[part.tensor]
+            tensor = entry.read(part.where, get)
+            _check_finite(tensor, entry)
+            if part.transposed:
+                tensor = tensor.mT
+            if order := weight.head_order:
+                heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
+                tensor = heads[:, list(order)].flatten(0, 1)
+            if weight.scale != 1.0:
+                tensor = tensor.float() * weight.scale
+            yield tensor
+
+    def stays_packed(self, weight: WeightSpec) -> bool:
+        """Tell whether kernels can read this rank's part of a quantised weight as it is stored."""
+        forms = set()
+        for part in self._to_read(weight):
+            stored = self._entries[part.tensor]
+            if not isinstance(stored, Quantized) or stored.is_transposed != part.transposed:
+                return False
+            if (block := stored.block_of(part.where)) is None:
+                return False
+            forms.add((stored.spec, block, stored.zeros is None))
+        return len(forms) == 1
+
+    def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
+        """Yield this rank's matrices for a weight that stays packed, one for each expert.
+
+        Raises:
+            ModelError: as in `read`.
+        """
+        for part, get in self._mapped(weight):
+            stored = self._entries[part.tensor]
+            assert isinstance(stored, Quantized), "stays_packed"
+            matrix = stored.pack(part.where, get)
+            if order := weight.head_order:
+                rows = torch.arange(matrix.shape[0]).view(-1, len(order))
+                matrix = matrix.permuted(rows[:, list(order)].flatten())
+            yield matrix.scaled(weight.scale)
+
+    def _mapped(self, weight: WeightSpec) -> Iterator[tuple[_Part, Callable[[Entry], Tensor]]]:
+        """Yield each part to read, with a function that maps a tensor; then count the part.
+
+        Small tensors share a mapping; otherwise each would parse the file's header again.
         """
         handles: dict[Path, Any] = {}
         mapped = 0
@@ -139,17 +185,7 @@ class Weights:
             if mapped > REMAP_BYTES:
                 handles.clear()
                 mapped = 0
-            entry = self._entries[part.tensor]
-            tensor = entry.read(part.where, get)
-            _check_finite(tensor, entry)
-            if part.transposed:
-                tensor = tensor.mT
-            if order := weight.head_order:
-                heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
-                tensor = heads[:, list(order)].flatten(0, 1)
-            if weight.scale != 1.0:
-                tensor = tensor.float() * weight.scale
-            yield tensor
+            yield part, get
             mapped += part.size
             self._count(part)
 

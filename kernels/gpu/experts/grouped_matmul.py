@@ -28,7 +28,9 @@ arXiv:2412.19437, section 3.3). With scales per 128 columns, parts in one sum ha
 scales. The tensor cores then add up BLOCK_K products at a time; each part is scaled and added in
 float32. Such a tile has two sums in registers, and half the columns.
 
-Not handled: descriptors (TMA), scales per block in w.
+Weights may be quantised (matmul.py).
+
+Not handled: descriptors (TMA), fp8 rows with quantised weights.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
 from weft.kernels.gpu.matmul.matmul import (
+    Operand,
     Weights,
     choose_tiling,
     count_columns,
@@ -95,6 +98,17 @@ def report(status, value):
         tl.atomic_cas(status, 0, value, sem="relaxed", scope="gpu")
 
 
+@triton.jit
+def blocks_of(N, K, FORM: tl.constexpr):
+    """Count the blocks of a packed weight [N, K] that have a scale."""
+    ROWS: tl.constexpr = FORM.packed_rows
+    COLUMNS: tl.constexpr = FORM.packed_columns
+    count = tl.cdiv(N, ROWS) if ROWS > 0 else 1
+    if COLUMNS > 0:
+        count *= tl.cdiv(K, COLUMNS)
+    return count
+
+
 @triton.jit(do_not_specialize=["T", "tokens"])
 def multiply_groups(
     x,  # [T, K], or [tokens, K] with an order
@@ -113,6 +127,8 @@ def multiply_groups(
     out,  # [T, N']
     out_columns,  # N'
     status,  # int32 [1], or None
+    scales,  # of packed weights, two, each with all groups' blocks, or None: load_right
+    zeros,
     GROUPS: tl.constexpr,  # a power of two, at least E
     FORM: tl.constexpr,
 ):
@@ -121,6 +137,7 @@ def multiply_groups(
     GROUP: tl.constexpr = FORM.group
     SCALE_ROWS: tl.constexpr = FORM.scale_rows
     SCALE_GROUP: tl.constexpr = FORM.scale_group
+    PACKED: tl.constexpr = FORM.packed
     n0, n1, n2 = widths[0], widths[1], widths[2]
     size, wrong = group_sizes(offsets, groups, T, GROUPS)
     if wrong < GROUPS:
@@ -136,7 +153,8 @@ def multiply_groups(
         rows = tl.load(offsets + group + 1) - begin
         row, column = tile_at(tile - before * columns, tl.cdiv(rows, BLOCK_M), columns, GROUP)
         first = tl.cast(begin, tl.int64)
-        matrix = tl.cast(group, tl.int64) * K
+        each = tl.cast(group, tl.int64)
+        matrix = each * (K // 2 if PACKED == "int4" or PACKED == "fp4" else K)
         if order is None:
             left, top, result = x + first * K, row * BLOCK_M, out + first * out_columns
         else:
@@ -157,6 +175,10 @@ def multiply_groups(
             None if epilogue.bias is None else epilogue.bias + group * (n0 + n1 + n2),
             None if epilogue.residual is None else epilogue.residual + first * out_columns,
             result, K, FORM,
+            None if scales[0] is None else scales[0] + each * blocks_of(n0, K, FORM),
+            None if zeros[0] is None else zeros[0] + each * blocks_of(n0, K, FORM),
+            None if scales[1] is None else scales[1] + each * blocks_of(n1, K, FORM),
+            None if zeros[1] is None else zeros[1] + each * blocks_of(n1, K, FORM),
         )  # fmt: skip
 
 
@@ -177,7 +199,7 @@ def padded(groups: int) -> int:
 
 def grouped_matmul(
     x: Tensor,
-    w: Tensor | Sequence[Tensor],
+    w: Operand | Sequence[Operand],
     offsets: Tensor,
     *,
     order: Tensor | None = None,
@@ -197,7 +219,8 @@ def grouped_matmul(
     Args:
         x: [T, K], contiguous, K at least 1; float32, float16, bfloat16 or float8_e4m3fn.
         w: [E, K, N] with x's dtype, contiguous or the transposes (`mT`) of contiguous [E, N, K]; or
-            up to three such weights, whose columns are concatenated (gate and up).
+            up to three such weights, whose columns are concatenated (gate and up). Or a
+            PackedMatrix [E, N, K], or two of one form with silu_multiply.
         offsets: int32 [E + 1], on x's device: group e is rows offsets[e] to offsets[e + 1].
         order: int32 [T], contiguous, on x's device: row r is x's row order[r] // top_k. The
             epilogue must then have no x_scale and no residual.
@@ -286,6 +309,7 @@ def grouped_matmul(
         out=out,
         out_columns=out.shape[1],
         status=status,
+        **weights.grids,
         GROUPS=padded(groups),
         FORM=form._replace(even_m=False, scale_group=SCALE_GROUP if scaled else 0),
         num_warps=tiling.warps,

@@ -14,6 +14,10 @@ cores multiply (cp.async, or the tensor memory accelerator from sm_90 on).
 Weights may be stored as [K, N], or as the transpose of [N, K], the layout in checkpoints. In 16
 bits tensor cores take both layouts; on sm_90 they need fp8 weights as [N, K].
 
+A weight may also be a PackedMatrix (packed.py): quantised, [N, K]. Its tile is dequantised in
+registers, in float32, and rounded to x's dtype. So the product is that of the dequantised weight,
+but reads a half or a quarter of its bytes.
+
 float32 operands are multiplied in float32, not TF32: accurate but slow. fp8 products are summed
 by the tensor core, on sm_90 with fewer bits than float32.
 """
@@ -43,13 +47,18 @@ from weft.kernels.gpu.matmul.epilogue import (
     silu_multiply,
     store_tile,
 )
+from weft.kernels.gpu.matmul.packed_tile import load_packed
 from weft.kernels.gpu.runtime.arguments import Require, require
 from weft.kernels.gpu.tuning.costs import count_processors
+from weft.kernels.packed import PackedMatrix
 
 GROUP = 8
 """Number of rows of tiles in a group."""
 
 MAX_WEIGHTS = 3
+
+Operand = Tensor | PackedMatrix
+"""A weight, plain or quantised."""
 
 
 class Tiling(NamedTuple):
@@ -76,6 +85,9 @@ class Form(NamedTuple):
         tma: x and the weights are TMA descriptors.
         scale_group: number of columns of x that share a scale, a multiple of block_k; 0 if a scale
             is for a whole row.
+        packed: the kind of a quantised weight's codes; "" for plain weights.
+        packed_rows, packed_columns: rows and columns of the stored [N, K] that share a scale; 0
+            for all.
     """
 
     block_m: int
@@ -92,6 +104,9 @@ class Form(NamedTuple):
     even_k: bool
     tma: bool = False
     scale_group: int = 0
+    packed: str = ""
+    packed_rows: int = 0
+    packed_columns: int = 0
 
 
 @triton.jit
@@ -140,10 +155,13 @@ def load_left(
 @triton.jit
 def load_right(
     w,  # pointer to [K, N], or to [N, K] if FORM.transposed; or TMA descriptor
+    scales,  # float32 [blocks of rows, blocks of columns] of a packed weight, or None
+    zeros,  # int8 zero points, likewise, or None
     column,
     N,
     start,
     K,
+    dtype: tl.constexpr,  # of the result, if the weight is packed
     FORM: tl.constexpr,
 ):
     """Load w[start : start + BLOCK_K, column : column + BLOCK_N], zeros outside."""
@@ -152,7 +170,15 @@ def load_right(
     EVEN_N: tl.constexpr = FORM.even_n
     EVEN_K: tl.constexpr = FORM.even_k
     TMA: tl.constexpr = FORM.tma
-    if FORM.transposed:
+    PACKED: tl.constexpr = FORM.packed
+    PACKED_ROWS: tl.constexpr = FORM.packed_rows
+    PACKED_COLUMNS: tl.constexpr = FORM.packed_columns
+    if PACKED:
+        block = load_packed(
+            w, scales, zeros, column, N, start, K, BLOCK_N, BLOCK_K, PACKED, PACKED_ROWS,
+            PACKED_COLUMNS,
+        ).to(dtype).T  # fmt: skip
+    elif FORM.transposed:
         block = load_left(w, column, N, start, K, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, TMA).T
     else:
         block = load_left(w, start, K, column, N, BLOCK_K, BLOCK_N, EVEN_K, EVEN_N, TMA)
@@ -205,6 +231,8 @@ def multiply_tile(
     K,
     x_scale,  # float32 [rows, ceil(K / SCALE_GROUP)]; ignored if SCALE_GROUP is 0
     FORM: tl.constexpr,
+    scales=None,  # of w: load_right
+    zeros=None,
 ):
     """Compute x[row : row + BLOCK_M] @ w[:, column : column + BLOCK_N], float32; zeros outside."""
     BLOCK_M: tl.constexpr = FORM.block_m
@@ -217,9 +245,9 @@ def multiply_tile(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         left = load_left(x, row, rows, start, K, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, TMA)
-        right = load_right(w, column, N, start, K, FORM)
-        scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
-        total = add_product(total, left, right, scales)
+        right = load_right(w, scales, zeros, column, N, start, K, left.dtype, FORM)
+        of_x = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
+        total = add_product(total, left, right, of_x)
     return total
 
 
@@ -235,6 +263,10 @@ def multiply_two_tiles(
     K,
     x_scale,
     FORM: tl.constexpr,
+    gate_scales=None,  # see load_right
+    gate_zeros=None,
+    up_scales=None,
+    up_zeros=None,
 ):
     """Compute `multiply_tile` for two weights with the same shape, and read x only once."""
     BLOCK_M: tl.constexpr = FORM.block_m
@@ -248,11 +280,13 @@ def multiply_two_tiles(
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         left = load_left(x, row, rows, start, K, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, TMA)
-        right = load_right(gate, column, N, start, K, FORM)
-        scales = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
-        first = add_product(first, left, right, scales)
-        right = load_right(up, column, N, start, K, FORM)
-        second = add_product(second, left, right, scales)
+        right = load_right(
+            gate, gate_scales, gate_zeros, column, N, start, K, left.dtype, FORM
+        )
+        of_x = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
+        first = add_product(first, left, right, of_x)
+        right = load_right(up, up_scales, up_zeros, column, N, start, K, left.dtype, FORM)
+        second = add_product(second, left, right, of_x)
     return first, second
 
 
@@ -291,6 +325,10 @@ def multiply_and_finish(
     out,  # [rows, N']
     K,
     FORM: tl.constexpr,
+    scales0=None,  # of packed weights: load_right
+    zeros0=None,
+    scales1=None,
+    zeros1=None,
 ):
     """Compute one tile of the result, and store it.
 
@@ -307,7 +345,9 @@ def multiply_and_finish(
     row_scale = None if FORM.scale_group > 0 else x_scale
     if SILU and WEIGHTS == 2:
         at = index * BLOCK_N
-        gate, up = multiply_two_tiles(x, row, rows, w0, w1, at, n0, K, x_scale, FORM)
+        gate, up = multiply_two_tiles(
+            x, row, rows, w0, w1, at, n0, K, x_scale, FORM, scales0, zeros0, scales1, zeros1
+        )
         up_scale = w_scale + n0 if SCALE_COLUMNS else w_scale
         gate = scale(gate, row_scale, w_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
         up = scale(up, row_scale, up_scale, row, rows, at, n0, SCALE_ROWS, SCALE_COLUMNS)
@@ -334,7 +374,7 @@ def multiply_and_finish(
             index -= tl.where(last, tl.cdiv(n1, BLOCK_N), 0)
             stride = n0 + n1 + n2
         at = index * BLOCK_N
-        total = multiply_tile(x, row, rows, w, at, N, K, x_scale, FORM)
+        total = multiply_tile(x, row, rows, w, at, N, K, x_scale, FORM, scales0, zeros0)
         scales = w_scale + first if SCALE_COLUMNS else w_scale
         total = scale(total, row_scale, scales, row, rows, at, N, SCALE_ROWS, SCALE_COLUMNS)
         finish(
@@ -363,6 +403,8 @@ def multiply(
     K,
     epilogue,  # EpilogueOperands
     out,  # [M, N']
+    scales,  # of packed weights, w0's and w1's, or None: load_right
+    zeros,
     FORM: tl.constexpr,
 ):
     """Compute all tiles of the result. Grid: (programs,), persistent."""
@@ -375,7 +417,8 @@ def multiply(
         row, column = tile_at(tile, rows, columns, GROUP)
         multiply_and_finish(
             x, row * BLOCK_M, M, column, w0, w1, w2, widths, epilogue.x_scale, epilogue.w_scale,
-            epilogue.bias, epilogue.residual, out, K, FORM,
+            epilogue.bias, epilogue.residual, out, K, FORM, scales[0], zeros[0], scales[1],
+            zeros[1],
         )  # fmt: skip
 
 
@@ -388,16 +431,18 @@ class Weights:
             groups of rows: [E, K, N_i], or the transposes of [E, N_i, K].
         widths: the N_i.
         transposed: the weights are stored as [N_i, K].
+        packed: the weights if they are quantised; `tensors` are then their codes.
     """
 
     tensors: tuple[Tensor, ...]
     widths: list[int]
     transposed: bool
+    packed: tuple[PackedMatrix, ...] = ()
 
     @classmethod
     def of(
         cls,
-        w: Tensor | Sequence[Tensor],
+        w: Operand | Sequence[Operand],
         x: Tensor,
         require: Require,
         limit: int = MAX_WEIGHTS,
@@ -409,6 +454,8 @@ class Weights:
         """
         several = isinstance(w, (tuple, list))
         tensors = tuple(w) if several else (w,)
+        if any(isinstance(each, PackedMatrix) for each in tensors):
+            return cls._of_packed(tensors, x, require, groups)
         for name, tensor in (("x", x), *(("w", tensor) for tensor in tensors)):
             kind = f"a {type(tensor).__name__}"
             require(name, kind, isinstance(tensor, Tensor), "be a tensor")
@@ -437,6 +484,42 @@ class Weights:
                 "be contiguous, or the transposes of contiguous matrices, all alike",
             )
         return cls(tensors, [tensor.shape[-1] for tensor in tensors], transposed)
+
+    @classmethod
+    def _of_packed(
+        cls, matrices: tuple[Operand, ...], x: Tensor, require: Require, groups: int
+    ) -> Weights:
+        """Check quantised weights, as `of` does."""
+        require("w", f"{len(matrices)} quantised weights", len(matrices) <= 2, "be 1 or 2")
+        packed = []
+        for each in matrices:
+            alike = isinstance(each, PackedMatrix)
+            require("w", f"a {type(each).__name__}", alike, "be quantised, as the first one is")
+            assert isinstance(each, PackedMatrix)
+            packed.append(each)
+        require("x's shape", list(x.shape), x.dim() == 2, "be a matrix")
+        require("x's stride", x.stride(), x.is_contiguous(), "be contiguous")
+        require("x's dtype", x.dtype, x.dtype != FP8, "have 16 or 32 bits beside quantised weights")
+        forms = {each.form for each in packed}
+        require("w's forms", sorted(map(str, forms)), len(forms) == 1, "be equal")
+        for each in packed:
+            shape, leading = list(each.shape), [groups] if groups else []
+            fits = len(shape) == len(leading) + 2 and shape[:-2] == leading
+            require("w's shape", shape, fits, f"be {[*leading, 'N', 'K']}")
+            require("w's shape", shape, shape[-1] == x.shape[1], f"have {x.shape[1]} columns")
+            devices = {part.device for part in each.parts}
+            require("w's device", devices, devices == {x.device}, f"be {x.device}, as x's")
+        codes = tuple(each.codes for each in packed)
+        return cls(codes, [each.shape[-2] for each in packed], True, tuple(packed))
+
+    @property
+    def grids(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """Kernel arguments `scales` and `zeros` of two weights; None for plain ones."""
+        scales: list[Tensor | None] = [each.scales for each in self.packed]
+        zeros = [each.zeros for each in self.packed]
+        more = [None] * (2 - len(self.packed))
+        first, second = [*scales, *more], [*zeros, *more]
+        return {"scales": (first[0], first[1]), "zeros": (second[0], second[1])}
 
     @property
     def three(self) -> tuple[Tensor | None, ...]:
@@ -489,6 +572,11 @@ def choose_tiling(
         blocks = (low, columns, 128 // max(2, x.element_size()))
         if not aligned:  # loads are element by element; each address takes registers
             blocks = (min(low, 64), 32 if pair or apart else 64, 32)
+    if weights.packed:  # a block of K lies in one block of scales, or has several whole ones
+        must = "have a BLOCK_K that divides the columns of a scale, or is a multiple of them"
+        width = weights.packed[0].block[1]
+        aligned = not width or blocks[2] % width == 0 or width % blocks[2] == 0
+        require("blocks", blocks, aligned, must)
     fine = all(side >= 16 and side & (side - 1) == 0 for side in blocks)
     require("blocks", blocks, len(blocks) == 3 and fine, "be three powers of two of at least 16")
     require("warps", warps, warps in (0, 1, 2, 4, 8, 16), "be 1, 2, 4, 8 or 16, or 0 to choose")
@@ -520,6 +608,9 @@ def form_of(tiling: Tiling, weights: Weights, epilogue: Epilogue, m: int, k: int
         even_m=m % tiling.block_m == 0,
         even_n=all(width % tiling.block_n == 0 for width in weights.widths),
         even_k=k % tiling.block_k == 0,
+        packed=weights.packed[0].kind if weights.packed else "",
+        packed_rows=weights.packed[0].block[0] if weights.packed else 0,
+        packed_columns=weights.packed[0].block[1] if weights.packed else 0,
     )
 
 
@@ -530,7 +621,7 @@ def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
     bytes. Kernels take descriptors for one weight, or for gate and up.
     """
     stored = [x, *(tensor.T if weights.transposed else tensor for tensor in weights.tensors)]
-    return len(weights.tensors) <= (2 if silu_multiply else 1) and all(
+    return not weights.packed and len(weights.tensors) <= (2 if silu_multiply else 1) and all(
         tensor.numel() > 0
         and tensor.data_ptr() % 16 == 0
         and tensor.shape[1] * tensor.element_size() % 16 == 0
@@ -540,7 +631,7 @@ def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
 
 def matmul(
     x: Tensor,
-    w: Tensor | Sequence[Tensor],
+    w: Operand | Sequence[Operand],
     *,
     epilogue: Epilogue = NOTHING,
     blocks: tuple[int, int, int] | None = None,
@@ -554,7 +645,8 @@ def matmul(
     Args:
         x: [M, K], contiguous; float32, float16, bfloat16 or float8_e4m3fn.
         w: [K, N], x's dtype, contiguous or the transpose of a contiguous matrix; or up to three
-            such weights, which count as one with their columns side by side.
+            such weights, which count as one with their columns side by side. Or a PackedMatrix
+            [N, K], or two of one form with silu_multiply.
         epilogue: work after the product.
         blocks: BLOCK_M, BLOCK_N, BLOCK_K; chosen by M if None.
         warps, stages: compile options for the kernel; chosen if 0.
@@ -597,6 +689,7 @@ def matmul(
         K=k,
         epilogue=epilogue.operands,
         out=out,
+        **weights.grids,
         FORM=form_of(tiling, weights, epilogue, m, k)._replace(tma=tma),
         num_warps=tiling.warps,
         num_stages=tiling.stages,

@@ -23,6 +23,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from weft.models.checkpoint import dequantize as module
 from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
+from weft.models.checkpoint.packing import block_of, pack
 from weft.models.spec.quantization import QuantSpec
 
 ROWS, COLUMNS, GROUP = 48, 96, 32
@@ -178,3 +179,11 @@ def test_a_part_may_begin_and_end_inside_a_block(
         patch.setattr(module, "CHUNK", 10 * COLUMNS)  # several chunks, not of equal size
         actual = compute(spec, codes, scales, zeros, part, global_scale)
     assert torch.equal(actual, expected[part])
+    height, width = (b or n for b, n in zip(spec.block, (ROWS, COLUMNS), strict=True))
+    blocks = -(-ROWS // height), -(-COLUMNS // width)
+    if (block := block_of(spec, blocks, *part)) is not None:
+        grids = scale_grid(spec, scales, blocks, global_scale), zero_grid(spec, zeros, blocks)
+        packed = pack(spec, codes, *grids, *part, block)
+        assert all(tensor.is_contiguous() for tensor in packed.parts)
+        assert packed.shape == actual.shape
+        assert torch.equal(packed.dequantize(), actual)
