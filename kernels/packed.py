@@ -12,7 +12,7 @@ and zero point. Checkpoint formats differ in how they pack codes; all become one
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -136,14 +136,14 @@ def side_by_side(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
     return _joined([each.with_rows(rows) for each in matrices], torch.cat)
 
 
-def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix | None:
-    """Join matrices [N, K] to [E, N, K]; None if their forms differ."""
-    if len({each.form for each in matrices}) != 1:
-        return None
+def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+    """Join matrices [N, K] of one form to [E, N, K]."""
     return _joined(matrices, torch.stack)
 
 
-def _joined(matrices: Sequence[PackedMatrix], join: object) -> PackedMatrix:
-    assert callable(join)
-    codes, scales, *zeros = (join(list(parts)) for parts in zip(*(m.parts for m in matrices)))
+def _joined(
+    matrices: Sequence[PackedMatrix], join: Callable[[list[Tensor]], Tensor]
+) -> PackedMatrix:
+    parts = zip(*(each.parts for each in matrices), strict=True)
+    codes, scales, *zeros = (join(list(each)) for each in parts)
     return replace(matrices[0], codes=codes, scales=scales, zeros=zeros[0] if zeros else None)

@@ -43,7 +43,7 @@ def block_of(
         for size, count, part in zip(spec.block, grid, (rows, columns), strict=True)
     )
     paired = spec.bits == 4 and (columns.start % 2 or columns.stop % 2)
-    if paired or width and (width < LEAST_BLOCK or width & (width - 1)):
+    if paired or (width and (width < LEAST_BLOCK or width & (width - 1))):
         return None
     return height, width
 

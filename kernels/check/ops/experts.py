@@ -44,7 +44,7 @@ def _plans(world: int, m: int, device: torch.device | None = None) -> Tensor:
     return torch.stack(plans).to(device)
 
 
-def _grouped(x: Tensor, *ws: Any, **options: Any) -> Tensor:
+def grouped(x: Tensor, *ws: Any, **options: Any) -> Tensor:
     """Run grouped_matmul on one weight, or on gate and up, with a plan for m tokens."""
     *weights, _ = ws
     offsets = _plans(1, len(x) // TOP_K, x.device)[0, : EXPERTS + 1].clone()
@@ -60,14 +60,14 @@ def _in_order(rows: int) -> Tensor:
 
 def _grouped_in_order(x: Tensor, *ws: Any, **options: Any) -> Tensor:
     """Run gate and up on tokens in an order."""
-    return _grouped(x, *ws, order=_in_order(len(x)).to(x.device), **options)
+    return grouped(x, *ws, order=_in_order(len(x)).to(x.device), **options)
 
 
 def _grouped_in_order_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
-    return _grouped_oracle([x[_in_order(len(x))] for x in xs], *ws)
+    return grouped_oracle([x[_in_order(len(x))] for x in xs], *ws)
 
 
-def _grouped_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
+def grouped_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
     results = []
     for x, *weights in zip(xs, *ws, strict=True):
         offsets = _plans(1, len(x) // TOP_K)[0, : EXPERTS + 1].clone()
@@ -86,7 +86,7 @@ def _to_fp8(w: Tensor) -> Tensor:
 def _grouped_fp8(x: Tensor, w: Tensor, workspace: Workspace, **options: Any) -> Tensor:
     scales = torch.full((len(x),), 0.5, device=x.device), torch.full((EXPERTS, 1), 2.0).to(x.device)
     epilogue = Epilogue(*scales, out_dtype=x.dtype)
-    return _grouped(x.to(FP8), _to_fp8(w), workspace, epilogue=epilogue, **options)
+    return grouped(x.to(FP8), _to_fp8(w), workspace, epilogue=epilogue, **options)
 
 
 def _scales(x: Tensor) -> Tensor:
@@ -101,12 +101,12 @@ def _grouped_scaled(x: Tensor, *ws: Any, **options: Any) -> Tensor:
     gate, up, workspace = ws
     epilogue = Epilogue(_scales(x), silu_multiply=True, out_dtype=x.dtype)
     weights = (_to_fp8(gate), _to_fp8(up), workspace)
-    return _grouped(x.to(FP8), *weights, epilogue=epilogue, **options)
+    return grouped(x.to(FP8), *weights, epilogue=epilogue, **options)
 
 
 def _grouped_scaled_oracle(xs: Sequence[Tensor], *ws: Sequence[Tensor]) -> list[Tensor]:
     scaled = [restored((x.to(FP8), _scales(x))) for x in xs]
-    return _grouped_oracle(scaled, *([w.to(FP8).float() for w in each] for each in ws))
+    return grouped_oracle(scaled, *([w.to(FP8).float() for w in each] for each in ws))
 
 
 def _gather_experts(x: Tensor, *ws: Any, **options: Any) -> Tensor:
@@ -157,7 +157,7 @@ def _expert_op(
     weights: int = 1,
     *,
     fp8: bool = False,
-    oracle: Callable[..., list[Tensor]] = _grouped_oracle,
+    oracle: Callable[..., list[Tensor]] = grouped_oracle,
 ) -> Op:
     """Make an entry for tensor-parallel experts, or for one rank's experts."""
     gathers, scatters = "all_gather" in name, "reduce_scatter" in name
@@ -186,8 +186,8 @@ def _expert_op(
 
 
 EXPERT_PRODUCTS = (
-    _expert_op("grouped_matmul", _grouped),
-    _expert_op("grouped_gate_up", _grouped, 2),
+    _expert_op("grouped_matmul", grouped),
+    _expert_op("grouped_gate_up", grouped, 2),
     _expert_op("grouped_gate_up_in_order", _grouped_in_order, 2, oracle=_grouped_in_order_oracle),
     _expert_op("grouped_matmul_fp8", _grouped_fp8, fp8=True),
     Op(

@@ -17,9 +17,10 @@ from weft.kernels.check.ops.exchange import EXCHANGES
 from weft.kernels.check.ops.experts import EXPERT_PRODUCTS
 from weft.kernels.check.ops.op import Op
 from weft.kernels.check.ops.products import PRODUCTS
+from weft.kernels.check.ops.quantized import PACKED
 from weft.kernels.check.ops.rows import ROWS
 
-OPS = (*COLLECTIVES, *PRODUCTS, *EXPERT_PRODUCTS, *ROWS, *ATTENTION, *EXCHANGES)
+OPS = (*COLLECTIVES, *PRODUCTS, *EXPERT_PRODUCTS, *PACKED, *ROWS, *ATTENTION, *EXCHANGES)
 
 
 def named(names: Sequence[str]) -> tuple[Op, ...]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -280,9 +280,7 @@ def multiply_two_tiles(
     second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         left = load_left(x, row, rows, start, K, BLOCK_M, BLOCK_K, EVEN_M, EVEN_K, TMA)
-        right = load_right(
-            gate, gate_scales, gate_zeros, column, N, start, K, left.dtype, FORM
-        )
+        right = load_right(gate, gate_scales, gate_zeros, column, N, start, K, left.dtype, FORM)
         of_x = load_scales(x_scale, row, rows, start, K, BLOCK_M, SCALE_GROUP)
         first = add_product(first, left, right, of_x)
         right = load_right(up, up_scales, up_zeros, column, N, start, K, left.dtype, FORM)
@@ -452,8 +450,7 @@ class Weights:
 
         If `groups` is not 0, rows are in groups and each group has its own matrix.
         """
-        several = isinstance(w, (tuple, list))
-        tensors = tuple(w) if several else (w,)
+        tensors: tuple[Any, ...] = tuple(w) if isinstance(w, (tuple, list)) else (w,)
         if any(isinstance(each, PackedMatrix) for each in tensors):
             return cls._of_packed(tensors, x, require, groups)
         for name, tensor in (("x", x), *(("w", tensor) for tensor in tensors)):
@@ -621,11 +618,15 @@ def takes_tma(x: Tensor, weights: Weights, silu_multiply: bool) -> bool:
     bytes. Kernels take descriptors for one weight, or for gate and up.
     """
     stored = [x, *(tensor.T if weights.transposed else tensor for tensor in weights.tensors)]
-    return not weights.packed and len(weights.tensors) <= (2 if silu_multiply else 1) and all(
-        tensor.numel() > 0
-        and tensor.data_ptr() % 16 == 0
-        and tensor.shape[1] * tensor.element_size() % 16 == 0
-        for tensor in stored
+    return (
+        not weights.packed
+        and len(weights.tensors) <= (2 if silu_multiply else 1)
+        and all(
+            tensor.numel() > 0
+            and tensor.data_ptr() % 16 == 0
+            and tensor.shape[1] * tensor.element_size() % 16 == 0
+            for tensor in stored
+        )
     )
 
 
