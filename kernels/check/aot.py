@@ -473,7 +473,9 @@ def describe(op: str, target: str, launch: Launch, case: str = "") -> Compiled:
     constants = constants_of(launch)
     name, result = launch.kernel.fn.__name__, launch.result
     if isinstance(result, Exception):
-        cause = result.__cause__ or result
+        cause: BaseException = result
+        while cause.__cause__ is not None:  # one for each function on the way
+            cause = cause.__cause__
         told = [line.strip() for line in str(cause).splitlines() if re.search(r"\w", line)]
         error = f"{type(cause).__name__}: {' '.join(told[-1:])}"
         return Compiled(op, name, target, constants, case, error=error)

@@ -173,7 +173,7 @@ def load_right(
     PACKED: tl.constexpr = FORM.packed
     PACKED_ROWS: tl.constexpr = FORM.packed_rows
     PACKED_COLUMNS: tl.constexpr = FORM.packed_columns
-    if PACKED:
+    if PACKED != "":
         block = load_packed(
             w, scales, zeros, column, N, start, K, BLOCK_N, BLOCK_K, PACKED, PACKED_ROWS,
             PACKED_COLUMNS,
@@ -567,7 +567,10 @@ def choose_tiling(
         pair = silu_multiply and len(weights.tensors) == 2
         columns = 64 if pair else 256 if wide and not apart else 128
         blocks = (low, columns, 128 // max(2, x.element_size()))
-        if not aligned:  # loads are element by element; each address takes registers
+        if weights.packed:  # few rows: many programs read, and numbers need registers
+            few = low <= 32
+            blocks = (min(low, 64), 32 if few or pair else 64, 128 if few and not pair else 64)
+        elif not aligned:  # loads are element by element; each address takes registers
             blocks = (min(low, 64), 32 if pair or apart else 64, 32)
     if weights.packed:  # a block of K lies in one block of scales, or has several whole ones
         must = "have a BLOCK_K that divides the columns of a scale, or is a multiple of them"
