@@ -27,6 +27,9 @@ PAIRED: tuple[Kind, ...] = ("int4", "fp4")
 LEAST_BLOCK = 16
 """Fewest columns that share a scale in a kernel; more are a power of two."""
 
+PackedForm = tuple[Kind, tuple[int, int], bool]
+"""A matrix's kind and block, and whether it has zero points."""
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -55,7 +58,7 @@ class PackedMatrix:
         return (*leading, columns * (2 if self.kind in PAIRED else 1))
 
     @property
-    def form(self) -> tuple[Kind, tuple[int, int], bool]:
+    def form(self) -> PackedForm:
         """What must be equal for matrices to become one."""
         return self.kind, self.block, self.zeros is not None
 

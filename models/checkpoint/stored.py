@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.kernels.packed import PackedMatrix
+from weft.kernels.packed import PackedForm, PackedMatrix
 from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
-from weft.models.checkpoint.packing import block_of, pack
+from weft.models.checkpoint.packing import block_of, kind_of, pack
 from weft.models.spec.quantization import SECTION, Format, Quantization, QuantSpec
 
 DTYPE_BYTES = {
@@ -115,24 +115,25 @@ class Quantized:
         part = dequantize(self.spec, get(self.codes)[expert], grid, points, rows, columns)
         return part.t() if self.is_transposed else part
 
-    def block_of(self, index: Index) -> tuple[int, int] | None:
-        """Return the block of a part that kernels can read as it is stored; else None."""
+    def form_of(self, index: Index) -> PackedForm | None:
+        """Return the form of a part that kernels can read as it is stored; else None."""
         _, rows, columns = self._places(index)
-        return block_of(self.spec, self._blocks, rows, columns)
+        block = block_of(self.spec, self._blocks, rows, columns)
+        return None if block is None else (kind_of(self.spec), block, self.zeros is not None)
 
     def pack(self, index: Index, get: Callable[[Entry], Tensor]) -> PackedMatrix:
         """Return a part of the matrix as kernels read it: [out, in], also if `is_transposed`.
 
         Args:
-            index, get: as in `read`. `block_of` must allow the part.
+            index, get: as in `read`. `form_of` must allow the part.
 
         Raises:
             ModelError: as `read`; or a number is not finite.
         """
         expert, rows, columns = self._places(index)
         grid, points = self._grids(expert, get)
-        block = self.block_of(index)
-        assert block is not None, "the caller has asked"
+        block = block_of(self.spec, self._blocks, rows, columns)
+        assert block is not None, "form_of"
         codes = get(self.codes)[expert]
         part = pack(self.spec, codes, grid, points, rows, columns, block)
         if part.kind == "fp8" and ((part.codes & 127) == 127).any():

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.kernels.packed import PackedMatrix
+from weft.kernels.packed import PackedForm, PackedMatrix
 from weft.models.checkpoint.gguf_header import check_gguf, is_gguf
 from weft.models.checkpoint.gguf_model import gguf_tensors
 from weft.models.checkpoint.gguf_tensor import PLAIN, GgufTensor
@@ -140,27 +140,31 @@ class Weights:
                 tensor = tensor.float() * weight.scale
             yield tensor
 
-    def stays_packed(self, weight: WeightSpec) -> bool:
-        """Tell whether kernels can read this rank's part of a quantised weight as it is stored."""
+    def packed_form(self, weight: WeightSpec) -> PackedForm | None:
+        """Return the form in which kernels can read this rank's part as it is stored.
+
+        None if the weight is not quantised, or kernels do not know its form.
+        """
         forms = set()
         for part in self._to_read(weight):
             stored = self._entries[part.tensor]
             if not isinstance(stored, Quantized) or stored.is_transposed != part.transposed:
-                return False
-            if (block := stored.block_of(part.where)) is None:
-                return False
-            forms.add((stored.spec, block, stored.zeros is None))
-        return len(forms) == 1
+                return None
+            forms.add(stored.form_of(part.where))
+        if len(forms) != 1:
+            return None
+        (form,) = forms
+        return form
 
     def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
-        """Yield this rank's matrices for a weight that stays packed, one for each expert.
+        """Yield this rank's matrices for a weight with a `packed_form`, one for each expert.
 
         Raises:
             ModelError: as in `read`.
         """
         for part, get in self._mapped(weight):
             stored = self._entries[part.tensor]
-            assert isinstance(stored, Quantized), "stays_packed"
+            assert isinstance(stored, Quantized), "packed_form"
             matrix = stored.pack(part.where, get)
             if order := weight.head_order:
                 rows = torch.arange(matrix.shape[0]).view(-1, len(order))

@@ -9,6 +9,7 @@ Activations stay in the compute dtype, so fields for their quantisation have no 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,17 @@ class QuantSpec:
     block: tuple[int, int]
     bits: int = 8
     zero_points: bool = False
+
+    def packed_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a PackedMatrix [..., N, K], or of one for each expert."""
+        *leading, rows, columns = shape
+        heights, widths = (
+            -(-n // size) if size else 1
+            for size, n in zip(self.block, (rows, columns), strict=True)
+        )
+        of_block = 4 + self.zero_points  # a scale in float32, a zero point in int8
+        matrix = rows * columns * self.bits // 8 + heights * widths * of_block
+        return math.prod(leading) * matrix
 
 
 @dataclass(frozen=True, slots=True)

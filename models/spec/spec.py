@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.models.spec.quantization import Quantization
+from weft.models.spec.quantization import Quantization, QuantSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -392,8 +392,7 @@ class ModelSpec:
         head_dim: one head's width; not always hidden_size / num_heads.
         lm_head: None if it shares the embedding's weight (tied).
         skipped: name patterns for tensors in a checkpoint that weft does not use.
-        quantization: how the checkpoint stores matrices; None if none is quantised. The loader
-            converts them, so that all sizes here are without quantisation.
+        quantization: how the checkpoint stores matrices; None if none is quantised.
         is_first: whether this stage embeds the tokens.
         is_last: whether this stage makes the logits.
     """
@@ -448,18 +447,46 @@ class ModelSpec:
         dtype = self.dtype if requested == "auto" else requested
         return "bfloat16" if dtype in ("float16", "half") else dtype
 
-    def weight_bytes(self, dtype: str = "auto", quantization: str = "none") -> int:
+    def stored_as(self, weight: WeightSpec) -> QuantSpec | None:
+        """Return how the checkpoint stores a product's weight; None if it is not quantised."""
+        if self.quantization is None:
+            return None
+        return self.quantization.of(weight.known_places[0].tensor(0).removesuffix(".weight"))
+
+    def _products(self) -> set[WeightSpec]:
+        """The weights of all products in layers, but not of routers and gates."""
+        found: set[WeightSpec] = set()
+        for layer in self.layers:
+            attention, block = layer.attention, layer.feed_forward
+            linears = [attention.q, attention.k, attention.v, attention.o]
+            if isinstance(block, MoeSpec):
+                found |= {block.gate, block.up, block.down}
+            mlp = block.shared if isinstance(block, MoeSpec) else block
+            linears += [] if mlp is None else [mlp.gate, mlp.up, mlp.down]
+            found |= {linear.weight for linear in linears}
+        return found
+
+    def weight_bytes(
+        self, dtype: str = "auto", quantization: str = "none", *, packed: bool = False
+    ) -> int:
         """Return how many bytes all weights take.
 
         Args:
             dtype: the weights' type; "auto" as in `compute_dtype`.
             quantization: "int8" stores matrices in int8 with one scale per row, in `dtype`.
+            packed: products read a quantised checkpoint's weights as they are stored; otherwise
+                all weights have `dtype`.
         """
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         kept = set() if quantization == "none" else self._unquantized()
+        products = self._products() if packed and self.quantization is not None else set()
         size = 0
         for weight in self.weights:
             each = 4 if weight.in_float32 else item
+            stored = self.stored_as(weight) if weight in products else None
+            if stored is not None:
+                size += stored.packed_bytes(weight.shape)
+                continue
             if quantization == "none" or len(weight.shape) == 1 or weight in kept:
                 size += weight.size * each
             else:

@@ -17,7 +17,9 @@ from torch import Tensor
 from weft.kernels.cpu.attention import AttentionPlan
 from weft.kernels.gpu.runtime.ahead import Ahead, Progress, compile_ahead
 from weft.kernels.gpu.tuning.costs import meta_device
+from weft.kernels.packed import PAIRED, PackedForm, PackedMatrix
 from weft.kernels.symmetric.absent import AbsentGpu, AbsentHome
+from weft.models.checkpoint.packing import block_of, kind_of
 from weft.models.interface import Size, StepInput
 from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.layout import Layout
@@ -233,6 +235,26 @@ class NoWeights:
 
     def read(self, weight: WeightSpec) -> Tensor:
         return meta([part.stop - part.start for part in self.parts(weight)])
+
+    def packed_form(self, weight: WeightSpec) -> PackedForm | None:
+        if (stored := self._spec.stored_as(weight)) is None:
+            return None
+        rows, columns = self.parts(weight)[-2:]
+        shape = weight.shape[-2:]
+        grid = (-(-n // (size or n)) for n, size in zip(shape, stored.block, strict=True))
+        block = block_of(stored, (next(grid), next(grid)), rows, columns)
+        return None if block is None else (kind_of(stored), block, stored.zero_points)
+
+    def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
+        form = self.packed_form(weight)
+        assert form is not None
+        *experts, rows, columns = (part.stop - part.start for part in self.parts(weight))
+        kind, block, has_zeros = form
+        grid = [-(-n // (size or n)) for n, size in zip((rows, columns), block, strict=True)]
+        codes = meta([rows, columns // 2 if kind in PAIRED else columns], torch.uint8)
+        zeros = meta(grid, torch.int8) if has_zeros else None
+        for _ in range(experts[0] if experts else 1):
+            yield PackedMatrix(kind, codes, meta(grid, torch.float32), zeros, block)
 
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         experts, *rest = self.parts(weight)

@@ -1,12 +1,17 @@
 """Layer parts on Triton kernels: linear layers and experts, loaded onto the device.
 
 Weights keep the checkpoint's layout, [N, K]; products read the transpose without copying.
+
+Quantised weights stay as they are (kernels/packed.py). A product dequantises them in registers. For
+many rows, and for an op with an exchange, they are dequantised to a buffer first. Either way, the
+numbers are those of dequantising at load, rounded to the compute dtype.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +38,16 @@ from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
 from weft.kernels.gpu.experts.placement import Tables
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
+from weft.kernels.gpu.matmul.matmul import Operand, matmul
+from weft.kernels.gpu.matmul.packed_tile import dequantize
 from weft.kernels.gpu.rowwise.activation import silu_multiply
+from weft.kernels.packed import PackedForm, PackedMatrix, side_by_side, stacked
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import LinearSpec, MlpSpec, MoeSpec, WeightSpec
+
+FEW_ROWS = 128
+"""Maximum number of rows for which a product dequantises in registers. With more rows, torch's
+faster product pays for writing the dequantised matrix. Not measured yet."""
 
 DispatchWorkspace = LowLatencyWorkspace | TwoLevelExpertWorkspace
 """With ranks beyond NVLink, the second."""
@@ -54,16 +66,57 @@ class WeightSource(Protocol):
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         """Yield this rank's tensors for a weight with one tensor per expert."""
 
+    def packed_form(self, weight: WeightSpec) -> PackedForm | None:
+        """Return the form in which kernels can read a quantised weight; else None."""
+
+    def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
+        """Yield a quantised weight's matrices as they are stored, one for each expert."""
+
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""
 
 
+class Buffer:
+    """Memory for dequantised weights, which all products share in turn.
+
+    Args:
+        dtype, device: of the numbers.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._size = 0
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+
+    def reserve(self, *matrices: PackedMatrix) -> None:
+        """Have room for matrices, once `allocate` is called."""
+        self._size = max(self._size, sum(math.prod(each.shape) for each in matrices))
+
+    def allocate(self) -> None:
+        """Take the memory. Steps use it, and CUDA graphs must find it at one address."""
+        self._memory = self._memory.new_empty(self._size)
+
+    def dequantize(self, *matrices: PackedMatrix) -> list[Tensor]:
+        """Write matrices side by side. The next call overwrites them."""
+        sizes = [math.prod(each.shape) for each in matrices]
+        places = torch.split(self._memory[: sum(sizes)], sizes)
+        return [
+            dequantize(each, place.view(each.shape))
+            for each, place in zip(matrices, places, strict=True)
+        ]
+
+
 class WeightLoader:
-    """Reads this rank's part of weights in the compute dtype."""
+    """Reads this rank's part of weights in the compute dtype, or as they are stored.
+
+    Attributes:
+        buffer: memory for dequantised weights; to be allocated once all are loaded.
+    """
 
     def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._dtype, self._device = weights, dtype, device
         self.parts = weights.parts
+        self.buffer = Buffer(dtype, device)
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         dtype = torch.float32 if weight.in_float32 else self._dtype
@@ -72,20 +125,68 @@ class WeightLoader:
     def linear(self, *specs: LinearSpec) -> Linear:
         """Load projections with a common input, and their biases, as one layer."""
         biases = [self(spec.bias) for spec in specs if spec.bias is not None]
-        return Linear([self(spec.weight) for spec in specs], biases)
+        weights = [spec.weight for spec in specs]
+        forms = [self._weights.packed_form(weight) for weight in weights]
+        if None not in forms and len({(f[0], f[1][1], f[2]) for f in forms if f}) == 1:
+            matrices = [self._packed(weight)[0] for weight in weights]
+            return PackedLinear(matrices, biases, self.buffer)
+        return PlainLinear([self(weight) for weight in weights], biases)
 
-    def stack(self, weight: WeightSpec, copies: int = 0) -> Tensor:
-        """Load this rank's tensors for a per-expert weight: [experts + copies, ...].
+    def stacks(self, *weights: WeightSpec, copies: int = 0) -> list[Tensor] | list[PackedMatrix]:
+        """Load this rank's part of per-expert weights that one op multiplies with.
 
-        Copies are of the first experts, in turn.
+        Args:
+            weights: the weights.
+            copies: matrices in addition, which equal the first experts', in turn.
+
+        Returns:
+            [experts + copies, N, K] for each weight. All are quantised, in one form, or none.
         """
-        each = self._weights.read_each(weight)
-        tensors = [tensor.to(self._device, self._dtype) for tensor in each]
-        return torch.stack([tensors[i % len(tensors)] for i in range(len(tensors) + copies)])
+        forms = {self._weights.packed_form(weight) for weight in weights}
+        if None not in forms and len(forms) == 1:
+            found = [stacked(_repeated(self._packed(weight), copies)) for weight in weights]
+            self.buffer.reserve(*found)
+            return found
+        stacks = []
+        for weight in weights:
+            each = self._weights.read_each(weight)
+            tensors = [tensor.to(self._device, self._dtype) for tensor in each]
+            stacks.append(torch.stack(_repeated(tensors, copies)))
+        return stacks
+
+    def _packed(self, weight: WeightSpec) -> list[PackedMatrix]:
+        return [matrix.to(self._device) for matrix in self._weights.read_packed(weight)]
 
 
-class Linear:
+T = TypeVar("T")
+
+
+def _repeated(matrices: list[T], copies: int) -> list[T]:
+    """Append copies of the first matrices, in turn."""
+    return [matrices[i % len(matrices)] for i in range(len(matrices) + copies)]
+
+
+class Linear(Protocol):
     """One or several matrices with a common input, side by side.
+
+    Attributes:
+        bias: [N], or None.
+    """
+
+    bias: Tensor | None
+    is_packed: bool
+    """True if `weights` must be dequantised first, which only pays with many rows."""
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The matrices, each [K, N_i]: transposed views of one tensor. Valid for one op."""
+
+    def __call__(self, x: Tensor, *, biased: bool = True) -> Tensor:
+        """[T, K] -> [T, N]; without the bias if not `biased`."""
+
+
+class PlainLinear:
+    """A Linear in the compute dtype.
 
     torch multiplies (cuBLAS on NVIDIA's GPUs): no exchange runs beside this product, and for it
     torch's kernels are the fastest known. Ops with an exchange take the matrices one by one.
@@ -93,11 +194,9 @@ class Linear:
     Args:
         weights: the matrices, each [N_i, K].
         biases: none, or one [N_i] for each.
-
-    Attributes:
-        weights: the matrices, each [K, N_i]: transposed views of one tensor.
-        bias: [N], or None.
     """
+
+    is_packed = False
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         one = len(weights) == 1
@@ -109,6 +208,42 @@ class Linear:
     def __call__(self, x: Tensor, *, biased: bool = True) -> Tensor:
         """[T, K] -> [T, N]; without the bias if not `biased`."""
         return linear(x, self._weight, self.bias if biased else None)
+
+
+class PackedLinear:
+    """A Linear with quantised matrices.
+
+    Args:
+        matrices: each [N_i, K], of one kind, with equal blocks of columns.
+        biases: none, or one [N_i] for each.
+        buffer: memory for the dequantised matrices.
+    """
+
+    is_packed = True
+
+    def __init__(
+        self, matrices: Sequence[PackedMatrix], biases: Sequence[Tensor], buffer: Buffer
+    ) -> None:
+        matrix = side_by_side(matrices)
+        assert matrix is not None, "of one kind"
+        self._matrix, self._buffer = matrix, buffer
+        self._widths = [each.shape[0] for each in matrices]
+        self.bias = torch.cat(list(biases)) if biases else None
+        buffer.reserve(matrix)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """See Linear."""
+        (whole,) = self._buffer.dequantize(self._matrix)
+        return [part.mT for part in torch.split(whole, self._widths)]
+
+    def __call__(self, x: Tensor, *, biased: bool = True) -> Tensor:
+        """See Linear."""
+        bias = self.bias if biased else None
+        if len(x) <= FEW_ROWS:
+            return matmul(x, self._matrix, epilogue=Epilogue(bias=bias))
+        (whole,) = self._buffer.dequantize(self._matrix)
+        return linear(x, whole, bias)
 
 
 class SharedMlp:
@@ -127,7 +262,7 @@ class SharedMlp:
     def __init__(self, spec: MlpSpec, gate: WeightSpec | None, load: WeightLoader) -> None:
         self.gate_up, self.down = load.linear(spec.gate, spec.up), load.linear(spec.down)
         self.is_gated = gate is not None
-        self._gate = None if gate is None else Linear([load(gate)])
+        self._gate = None if gate is None else PlainLinear([load(gate)])
 
     def __call__(self, x: Tensor, *, biased: bool) -> Tensor:
         """[T, hidden] -> [T, hidden], to be gated and summed over the ranks.
@@ -160,19 +295,31 @@ class Experts:
 
     def __init__(self, spec: MoeSpec, load: WeightLoader, copies: int = 0) -> None:
         self._routing = spec.router
-        self._router = Linear([load(spec.router.weight)])
+        self._router = PlainLinear([load(spec.router.weight)])
         self._bias = None if spec.router.bias is None else load(spec.router.bias)
         own = load.parts(spec.gate)[0]
         self._own, self._num_experts = range(own.start, own.stop), spec.router.weight.shape[0]
-        self._gate_up = [load.stack(spec.gate, copies).mT, load.stack(spec.up, copies).mT]
-        self._down = load.stack(spec.down, copies).mT
+        self._buffer = load.buffer
+        self._gate_up = load.stacks(spec.gate, spec.up, copies=copies)
+        self._down = load.stacks(spec.down, copies=copies)
         shared = spec.shared
         self.shared = None if shared is None else SharedMlp(shared, spec.shared_gate, load)
 
     @property
     def weights(self) -> list[Tensor]:
-        """The weights of this rank's slots, each contiguous: [slots, ...]."""
-        return [weight.mT for weight in (*self._gate_up, self._down)]
+        """The tensors with the weights of this rank's slots, each contiguous: [slots, ...]."""
+        return [
+            part
+            for weight in (*self._gate_up, *self._down)
+            for part in (weight.parts if isinstance(weight, PackedMatrix) else [weight])
+        ]
+
+    def _dense(self, weights: list[Tensor] | list[PackedMatrix]) -> list[Tensor]:
+        """Return weights for an op that does not read quantised ones: [slots, K, N] each."""
+        packed = [each for each in weights if isinstance(each, PackedMatrix)]
+        if packed:
+            return [each.mT for each in self._buffer.dequantize(*packed)]
+        return [each.mT for each in weights if isinstance(each, Tensor)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks; without the shared MLP."""
@@ -217,15 +364,16 @@ class Experts:
         plans = plan.new_empty(gather.world_size, len(plan))
         count()
         inner = all_gather_grouped_matmul(
-            *(x, self._gate_up, plan, gather),
+            *(x, self._dense(self._gate_up), plan, gather),
             epilogue=Epilogue(silu_multiply=True),
             plans=plans,
             own=self._own,
         )
         count()
         epilogue = Epilogue(residual=residual)
+        (down,) = self._dense(self._down)
         return grouped_matmul_reduce_scatter(
-            *(inner, self._down, plans, reduce), epilogue=epilogue, own=self._own
+            *(inner, down, plans, reduce), epilogue=epilogue, own=self._own
         )
 
     def run_dispatched(
@@ -296,10 +444,15 @@ class Experts:
         """
         silu = Epilogue(silu_multiply=True)
         inner = grouped_matmul(
-            *(rows, self._gate_up, offsets),
+            *(rows, _operands(self._gate_up), offsets),
             order=order,
             top_k=self._routing.top_k,
             epilogue=silu,
             expected=expected,
         )
-        return grouped_matmul(inner, self._down, offsets, expected=expected)
+        return grouped_matmul(inner, _operands(self._down), offsets, expected=expected)
+
+
+def _operands(weights: list[Tensor] | list[PackedMatrix]) -> list[Operand]:
+    """Return experts' weights as grouped_matmul takes them."""
+    return [each if isinstance(each, PackedMatrix) else each.mT for each in weights]

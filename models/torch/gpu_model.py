@@ -20,8 +20,6 @@ overlapped ones (overlapped.py).
 
 Nothing here waits for the device or reads from it, and all shapes follow from the step's. Steps
 with equal shapes can therefore be captured in a CUDA graph (graphs.py).
-
-Not handled: quantisation.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec
 from weft.models.torch.angles import Angles, Turns
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import Exchange, Stream
-from weft.models.torch.gpu_layers import Experts, Linear, WeightLoader, WeightSource
+from weft.models.torch.gpu_layers import Experts, PlainLinear, WeightLoader, WeightSource
 from weft.models.torch.group import Groups
 from weft.models.torch.inputs import PagedPlan
 from weft.models.torch.logits import Logits
@@ -227,7 +225,8 @@ class GpuModel:
             self._norm, self._eps = load(spec.norm.weight), spec.norm.eps
             tied = stage.is_first and spec.lm_head is None
             head = self._table if tied else load(spec.lm_head or spec.embedding)
-            self._lm_head = Linear([head])
+            self._lm_head = PlainLinear([head])
+        load.buffer.allocate()
         self._vocabulary = weights.parts(spec.embedding)[0]
         self._vocab_size, self._hidden_size = spec.vocab_size, spec.hidden_size
 

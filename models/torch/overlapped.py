@@ -376,7 +376,7 @@ class Overlapped:
         if self._workspaces is None:  # each rank has the whole product
             return Stream.of(residual, linear(x))
         self._count()
-        if not sharded and len(x) > self._limits.fused:
+        if not sharded and (linear.is_packed or len(x) > self._limits.fused):
             own = linear(x, biased=self._home.rank == 0)
             return Stream.of(residual, all_reduce(own, self._workspaces.all_reduce))
         epilogue = Epilogue(bias=linear.bias, residual=residual)

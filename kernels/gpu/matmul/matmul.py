@@ -568,8 +568,7 @@ def choose_tiling(
         columns = 64 if pair else 256 if wide and not apart else 128
         blocks = (low, columns, 128 // max(2, x.element_size()))
         if weights.packed:  # few rows: many programs read, and numbers need registers
-            few = low <= 32
-            blocks = (min(low, 64), 32 if few or pair else 64, 128 if few and not pair else 64)
+            blocks = (low, 32, 128 if low <= 32 and not pair else 64)
         elif not aligned:  # loads are element by element; each address takes registers
             blocks = (min(low, 64), 32 if pair or apart else 64, 32)
     if weights.packed:  # a block of K lies in one block of scales, or has several whole ones
