@@ -303,7 +303,10 @@ FAULTS = {
     "the group before": ("before = through <= row", "before = through < row"),
     "tiles of groups run together": ("tl.cdiv(size, BLOCK_M), 0)", "size // BLOCK_M, 0)"),
     "no mask of rows": ("even_m=False", "even_m=True"),
-    "another group's weight": ("tl.cast(group, tl.int64) * K", "tl.cast(before, tl.int64) * K"),
+    "another group's weight": (
+        "each = tl.cast(group, tl.int64)",
+        "each = tl.cast(before, tl.int64)",
+    ),
     "rows from the start": ("first = tl.cast(begin, tl.int64)", "first = tl.cast(row, tl.int64)"),
     "the order from the start": ("order + begin + at", "order + at"),
     "one choice for each token": ("other=0) // top_k", "other=0)"),
@@ -329,7 +332,7 @@ SCALED_FAULTS = {
         "row_scale = x_scale",
     ),
     "the gate's scales alone": (
-        "add_product(second, left, right, scales)",
+        "add_product(second, left, right, of_x)",
         "add_product(second, left, right, None)",
     ),
 }

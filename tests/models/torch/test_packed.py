@@ -1,0 +1,164 @@
+"""Models on Triton kernels keep quantised weights, and sample what the plain checkpoint gives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import make_checkpoint
+from support.quantized import FORMATS, FP8, Format, fp8, quantize
+from support.split import INTERPRETED_DECODES, Case, be_rank, generate, running, steps
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from weft.kernels.interpreter.gpu import installed
+from weft.kernels.packed import PackedMatrix
+from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
+from weft.models.checkpoint.locate import read_spec
+from weft.models.checkpoint.weights import Weights
+from weft.models.spec.layout import Layout
+from weft.models.torch import gpu_layers
+from weft.models.torch.dry import NoWeights
+from weft.models.torch.gpu_layers import Experts, PackedLinear, WeightLoader
+from weft.models.torch.group import ALONE
+
+BLOCKS = "fp8, blocks"
+FORMS: dict[str, Format] = {
+    BLOCKS: fp8({**FP8, "weight_block_size": [40, 32]}, (40, 32)),
+    **{
+        name: FORMATS[name]
+        for name in (
+            *("compressed-tensors fp8, channel", "fp8, tensor", "modelopt mixed"),
+            *("int8, channel", "int8, channel, zero points", "int4, groups, zero points"),
+            *("awq", "gptq, 4 bits", "gptq, 8 bits", "nvfp4", "mxfp4, packed"),
+        )
+    },
+}
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pair]:
+    """Quantised and plain checkpoints with one layer, by family and format."""
+    made = {}
+    for family in ("llama", "qwen3_moe"):
+        folder = tmp_path_factory.mktemp(family)
+        options: dict[str, Any] = {"attention_bias": True} if family == "llama" else {}
+        source = make_checkpoint(folder / "source", family, num_hidden_layers=1, **options)
+        for form in FORMS:
+            (folder / form).mkdir()
+            made[family, form] = quantize(source, folder / form, FORMS[form])
+    return made
+
+
+def sampled(path: Path) -> tuple[Any, Any]:
+    """Return tokens and log probabilities of one rank on Triton kernels."""
+    with installed():
+        home = VirtualHome(VirtualWorld(1), 0)
+        inputs = steps(0, INTERPRETED_DECODES)
+        tokens, logprobs, _ = generate(path, "float32", Layout(), ALONE, home, inputs=inputs)
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("few", [2, 128], ids=["many rows", "few rows"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.sweep
+def test_tokens_are_those_of_the_plain_checkpoint(
+    family: str,
+    form: str,
+    few: int,
+    pairs: dict[tuple[str, str], Pair],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_layers, "FEW_ROWS", few)
+    (tokens, logprobs), (expected, expected_logprobs) = map(sampled, pairs[family, form])
+    assert (tokens == expected).all()
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_stay_as_they_are_stored(form: str, pairs: dict[tuple[str, str], Pair]) -> None:
+    """Also in the eyes of a dry run, which compiles the kernels."""
+    for family in ("llama", "qwen3_moe"):
+        quantized, plain = pairs[family, form]
+        spec = read_spec(quantized)
+        weights, absent = Weights(quantized, spec), NoWeights(spec, Layout())
+        whole = Weights(plain, read_spec(plain))
+        for weight in spec.weights:
+            if len(weight.shape) == 1 or ".layers." not in weight.name or "router" in weight.name:
+                continue
+            if weight.name.endswith("mlp.gate.weight"):
+                assert weights.packed_form(weight) is None
+                continue
+            packed = list(weights.read_packed(weight))
+            assert packed[0].form == weights.packed_form(weight) == absent.packed_form(weight)
+            for one, other, values in zip(
+                packed, absent.read_packed(weight), whole.read_each(weight), strict=True
+            ):
+                assert torch.equal(one.dequantize(), values.float())
+                assert [each.shape for each in one.parts] == [each.shape for each in other.parts]
+                assert [each.dtype for each in one.parts] == [each.dtype for each in other.parts]
+        assert spec.stored_as(spec.layers[0].attention.o.weight) is not None
+        size = spec.weight_bytes("float32", packed=True)
+        assert size < 0.8 * spec.weight_bytes("float32")
+
+
+def test_mixed_formats_are_multiplied_apart_or_dequantized(
+    pairs: dict[tuple[str, str], Pair],
+) -> None:
+    path, _ = pairs["qwen3_moe", "modelopt mixed"]
+    spec = read_spec(path)
+    load = WeightLoader(Weights(path, spec), torch.float32, torch.device("cpu"))
+    layer = spec.layers[0]
+    attention, moe = layer.attention, layer.feed_forward
+    assert isinstance(load.linear(attention.q, attention.k, attention.v), PackedLinear)
+    other = load.stacks(moe.gate, moe.up)  # type: ignore[union-attr]
+    assert all(isinstance(each, PackedMatrix) for each in other)
+    assert isinstance(load.linear(attention.o, attention.o), PackedLinear)
+    both = [attention.o.weight, moe.down]  # type: ignore[union-attr]
+    assert len({load._weights.packed_form(weight) for weight in both}) == 2
+
+
+def test_the_balancer_moves_codes_scales_and_zero_points(
+    pairs: dict[tuple[str, str], Pair],
+) -> None:
+    path, _ = pairs["qwen3_moe", "int4, groups, zero points"]
+    spec = read_spec(path)
+    load = WeightLoader(Weights(path, spec), torch.float32, torch.device("cpu"))
+    experts = Experts(spec.layers[0].feed_forward, load, copies=1)  # type: ignore[arg-type]
+    slots = spec.layers[0].feed_forward.gate.shape[0] + 1  # type: ignore[union-attr]
+    assert len(experts.weights) == 3 * 3
+    assert all(part.is_contiguous() and len(part) == slots for part in experts.weights)
+    assert all(part[0].equal(part[-1]) for part in experts.weights)
+
+
+CASES: list[Case] = [
+    ("llama", BLOCKS, Layout(tp=2)),
+    ("qwen3_moe", "int4, groups, zero points", Layout(ep=2)),
+    ("qwen3_moe", "awq", Layout(tp=2)),
+    ("qwen3_moe", "nvfp4", Layout(tp=2, ep=2)),
+]
+
+
+@pytest.mark.parametrize("few_tokens", [2, 1000], ids=["sharded", "replicated"])
+def test_ranks_sample_what_they_sample_with_the_plain_checkpoint(
+    few_tokens: int, pairs: dict[tuple[str, str], Pair]
+) -> None:
+    cases = [
+        (f"{family}, {form}, {layout}", path, (family, "float32", layout))
+        for family, form, layout in CASES
+        for path in pairs[family, form]
+    ]
+    with running(2, be_rank, 2, cases, after=(few_tokens,)) as pipes:
+        for pipe in pipes:
+            for _ in CASES:
+                name, tokens, logprobs, *_ = pipe.recv()
+                other, expected, expected_logprobs, *_ = pipe.recv()
+                assert name == other
+                assert (tokens == expected).all(), name
+                np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-3, atol=1e-4)
