@@ -86,7 +86,7 @@ class PackedMatrix:
         rows = self.shape[-2]
         if size == self.block[0]:
             return self
-        starts = torch.arange(0, rows, size)
+        starts = torch.arange(0, rows, size, device=self.scales.device)
         at = starts // (self.block[0] or rows)
         scales = self.scales.index_select(-2, at)
         zeros = None if self.zeros is None else self.zeros.index_select(-2, at)

@@ -151,10 +151,11 @@ class Weights:
             if not isinstance(stored, Quantized) or stored.is_transposed != part.transposed:
                 return None
             forms.add(stored.form_of(part.where))
-        if len(forms) != 1:
+        form = forms.pop()
+        if forms or form is None:
             return None
-        (form,) = forms
-        return form
+        kind, block, has_zeros = form
+        return kind, (1, block[1]) if weight.head_order else block, has_zeros  # see read_packed
 
     def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
         """Yield this rank's matrices for a weight with a `packed_form`, one for each expert.

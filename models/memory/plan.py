@@ -81,6 +81,8 @@ class MemoryPlan:
         buffers: symmetric memory.
         recordings: steps that are recorded as CUDA graphs.
         copies: bytes for copies of experts, beside the rank's part of the model.
+        packed: quantised checkpoints' weights stay as they are stored, on GPUs.
+        sharded: ranks hold some tokens each between products.
         saved: weight bytes without memory, such as by lossless compression; known after loading.
     """
 
@@ -101,6 +103,8 @@ class MemoryPlan:
     buffers: int = 0
     recordings: Recordings = NO_RECORDINGS
     copies: int = 0
+    packed: bool = False
+    sharded: bool = False
     saved: int = 0
 
     def ledger(self) -> Ledger:
@@ -130,8 +134,10 @@ class MemoryPlan:
 
     @property
     def weights(self) -> int:
-        own = self.spec.weight_bytes(self.dtype, self.quantization) - self.saved
-        return own + self.copies
+        own = self.spec.weight_bytes(self.dtype, self.quantization, packed=self.packed)
+        if self.packed:
+            own += dequantized_bytes(self.spec, self.dtype, experts=self.sharded)
+        return own - self.saved + self.copies
 
     @property
     def activations(self) -> int:
@@ -214,6 +220,30 @@ def copies_bytes(spec: ModelSpec, dtype: str, copies: int) -> int:
             total += copies * sum(each)
             buffer = max(buffer, (moe.gate.shape[0] + copies) * max(each))
     return (total + buffer) * DTYPE_BYTES[spec.compute_dtype(dtype)]
+
+
+def dequantized_bytes(spec: ModelSpec, dtype: str, *, experts: bool) -> int:
+    """Count the bytes of the buffer for dequantised weights (models/torch/gpu_layers.py).
+
+    Args:
+        spec: a rank's part of the model.
+        dtype: dtype of the buffer.
+        experts: products of experts take plain weights, because ranks exchange beside them.
+    """
+    largest = 0
+    for layer in spec.layers:
+        attention, block = layer.attention, layer.feed_forward
+        products = [[attention.q.weight, attention.k.weight, attention.v.weight]]
+        products.append([attention.o.weight])
+        mlp = block.shared if isinstance(block, MoeSpec) else block
+        if mlp is not None:
+            products += [[mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
+        if experts and isinstance(block, MoeSpec):
+            products += [[block.gate, block.up], [block.down]]
+        for weights in products:
+            if any(spec.stored_as(weight) is not None for weight in weights):
+                largest = max(largest, sum(weight.size for weight in weights))
+    return largest * DTYPE_BYTES[spec.compute_dtype(dtype)]
 
 
 def _explain_misfit(plan: MemoryPlan) -> str:

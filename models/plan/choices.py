@@ -229,6 +229,8 @@ def _memory(
         dp_size=layout.dp_size,
         cp=layout.cp,
         count_activations=count,
+        packed=count is triton_activations,
+        sharded=_overlaps(place, layout) and layout.stage_size > layout.dp_size == 1,
     )
 
 

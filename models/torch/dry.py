@@ -243,7 +243,11 @@ class NoWeights:
         shape = weight.shape[-2:]
         grid = (-(-n // (size or n)) for n, size in zip(shape, stored.block, strict=True))
         block = block_of(stored, (next(grid), next(grid)), rows, columns)
-        return None if block is None else (kind_of(stored), block, stored.zero_points)
+        if block is None:
+            return None
+        if weight.head_order:  # its rows are sorted
+            block = (1, block[1])
+        return kind_of(stored), block, stored.zero_points
 
     def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
         form = self.packed_form(weight)

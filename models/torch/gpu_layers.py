@@ -109,12 +109,25 @@ class Buffer:
 class WeightLoader:
     """Reads this rank's part of weights in the compute dtype, or as they are stored.
 
+    Args:
+        weights: the source.
+        dtype, device: of loaded weights.
+        sharded: products of experts may need plain weights: see `Experts.run_sharded`.
+
     Attributes:
         buffer: memory for dequantised weights; to be allocated once all are loaded.
     """
 
-    def __init__(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        sharded: bool = False,
+    ) -> None:
         self._weights, self._dtype, self._device = weights, dtype, device
+        self._sharded = sharded
         self.parts = weights.parts
         self.buffer = Buffer(dtype, device)
 
@@ -145,7 +158,8 @@ class WeightLoader:
         forms = {self._weights.packed_form(weight) for weight in weights}
         if None not in forms and len(forms) == 1:
             found = [stacked(_repeated(self._packed(weight), copies)) for weight in weights]
-            self.buffer.reserve(*found)
+            if self._sharded:
+                self.buffer.reserve(*found)
             return found
         stacks = []
         for weight in weights:

@@ -24,6 +24,7 @@ with equal shapes can therefore be captured in a CUDA graph (graphs.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -213,7 +214,8 @@ class GpuModel:
         groups: Groups,
         copies: int = 0,
     ) -> None:
-        load = WeightLoader(weights, dtype, device)
+        sharded = exchange.is_sharded(sys.maxsize)
+        load = WeightLoader(weights, dtype, device, sharded=sharded)
         stage, local = weights.layout.of_stage(spec), weights.layout.local(spec)
         self.device, self.exchange = device, exchange
         self._dtype, self._group = dtype, groups.tensor

@@ -389,6 +389,8 @@ def plan_memory(
         buffers=buffers,
         recordings=recorded,
         copies=copies_bytes(local, dtype, config.redundant_experts // config.ep),
+        packed=triton,
+        sharded=buffers > 0 and layout.dp_size == 1,
     )
 
 

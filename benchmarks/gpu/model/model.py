@@ -15,6 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from weft.kernels.packed import PackedMatrix
 from weft.kernels.symmetric.memory import Home
 from weft.models.interface import SlotSampling, StepInput
 from weft.models.memory.plan import Recordings
@@ -103,6 +104,13 @@ class RandomWeights:
     def read_each(self, weight: WeightSpec) -> Iterator[Tensor]:
         """See gpu_layers.WeightSource; the model has no experts."""
         yield self.read(weight)
+
+    def packed_form(self, weight: WeightSpec) -> None:
+        """See gpu_layers.WeightSource; no weight is quantised."""
+
+    def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
+        """See gpu_layers.WeightSource; never called."""
+        raise NotImplementedError
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """See gpu_layers.WeightSource."""
