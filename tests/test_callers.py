@@ -26,7 +26,6 @@ WAITING = {
     "weft.kernels.gpu.attention.sequence_parallel": "with --cp, prefill gathers the queries",
     "weft.kernels.gpu.collectives.all_reduce_norm": "no GPU has shown that it beats two kernels",
     "weft.kernels.gpu.matmul.decomposed": "compared with fused products on a machine with GPUs",
-    "weft.kernels.gpu.matmul.matmul": "torch's product; ours is compared on a machine with GPUs",
     "weft.kernels.gpu.rowwise.activation": "fp8 products are not served yet",
     "weft.kernels.gpu.runtime.launches": "records launches for the checks and for tuning",
     "weft.kernels.gpu.runtime.nvshmem.put": NO_SIGNAL,

@@ -6,7 +6,7 @@ from parts import Part
 
 from products.correct import correct
 from products.scale import TINY, full
-from products.speed import few_rows, overlap, product, waiting
+from products.speed import few_rows, overlap, product, quantized, waiting
 
 __all__ = ["PARTS", "TINY", "full"]
 
@@ -14,6 +14,7 @@ PARTS: dict[str, Part] = {
     "correct": correct,
     "product": product,
     "few_rows": few_rows,
+    "quantized": quantized,
     "waiting": waiting,
     "overlap": overlap,
 }

@@ -23,6 +23,7 @@ from harness.timing import (
 from torch import Tensor
 
 from products.scale import Scale, Shape
+from weft.kernels.check.ops.quantized import packed
 from weft.kernels.gpu.collectives.all_gather import all_gather, all_gather_workspace
 from weft.kernels.gpu.collectives.all_reduce import all_reduce, all_reduce_workspace
 from weft.kernels.gpu.collectives.reduce_scatter import reduce_scatter, reduce_scatter_workspace
@@ -30,8 +31,10 @@ from weft.kernels.gpu.matmul import all_gather_matmul as gather_module
 from weft.kernels.gpu.matmul import decomposed
 from weft.kernels.gpu.matmul import matmul_reduce_scatter as scatter_module
 from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.matmul.packed_tile import dequantize
 from weft.kernels.gpu.runtime.workspace import Workspace
 from weft.kernels.gpu.tuning.clock import Call
+from weft.kernels.packed import KINDS, PAIRED
 from weft.kernels.symmetric.memory import Home
 
 TORCH, COLLECTIVE, CHOSEN = "torch.matmul", "collective", "as chosen"
@@ -148,6 +151,34 @@ def _few_rows(scale: Scale, shape: Shape, repetitions: int) -> Figure:
         *ratio(times[TORCH], times[CHOSEN]),
         details={f"us {name}": 1e6 * each.median for name, each in times.items()}
         | {"GB/s of torch": 1e-9 * nbytes / times[TORCH].median},
+    )
+
+
+def quantized(scale: Scale, repetitions: int) -> Iterator[Case]:
+    """Products with quantised weights: torch.matmul with plain ones over ours, by kind."""
+    for rows in scale.few:
+        for of in scale.decoded:
+            shape = of._replace(rows=rows)
+            yield Case(str(shape), partial(_quantized, scale, shape, repetitions))
+
+
+def _quantized(scale: Scale, shape: Shape, repetitions: int) -> Figure:
+    def measure(home: Home) -> dict[str, Times]:
+        x, w = _random(scale, home, shape.rows, shape.k), _random(scale, home, shape.n, shape.k)
+        out = torch.empty_like(w)
+        calls: dict[str, Call] = {TORCH: partial(torch.matmul, x, w.mT)}
+        for kind in KINDS:
+            matrix = packed(w, kind)
+            calls[kind] = partial(matmul, x, matrix)
+            calls[f"dequantize {kind}"] = partial(dequantize, matrix, out)
+        return interleaved(calls, repetitions, tiny=scale.tiny, graphs=True)
+
+    times = run(measure, 1, tiny=scale.tiny)[0]
+    nbytes = {kind: shape.n * shape.k // (2 if kind in PAIRED else 1) for kind in KINDS}
+    return Figure(
+        *ratio(times[TORCH], times["fp8"]),
+        details={f"us {name}": 1e6 * each.median for name, each in times.items()}
+        | {f"GB/s {kind}": 1e-9 * nbytes[kind] / times[kind].median for kind in KINDS},
     )
 
 
