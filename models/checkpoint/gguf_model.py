@@ -1,6 +1,6 @@
 """A GGUF file's metadata and tensors -> config.json's fields and tensor names.
 
-The rest of weft then reads a GGUF file as any checkpoint: families.py makes the spec, and
+The rest of weft then reads a GGUF file as any checkpoint: build.py makes the spec, and
 weights.py compares it with the tensors. Each architecture is one entry in `ARCHITECTURES`. Sources:
 the names in the package `gguf` (constants.py), and llama.cpp's convert_hf_to_gguf.py, whose changes
 are undone here:

@@ -23,7 +23,7 @@ from typing import Any
 from weft.errors import ConfigError, ModelError
 from weft.models.checkpoint.gguf_header import SUFFIX, check_gguf, is_gguf
 from weft.models.checkpoint.gguf_model import gguf_config
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 from weft.models.spec.spec import ModelSpec
 
 BUNDLED = ("weft-demo", "weft-demo-moe")

@@ -395,7 +395,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, source: Path) -> None:
 
 
 def test_the_config_has_fields_that_families_read(tmp_path: Path, source: Path) -> None:
-    from weft.models.spec.families import unread_fields
+    from weft.models.spec.build import unread_fields
 
     file, _ = write_gguf(source, tmp_path / "out")
     config = gguf_config(file)

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, cache_utils, masking_utils, modeling_ro
 from transformers.integrations import moe
 
 from weft.errors import ModelError
+from weft.models.spec.build import build_spec
 from weft.models.spec.config_table import (
     HARMLESS,
     HARMLESS_BY,
@@ -33,7 +34,7 @@ from weft.models.spec.config_table import (
     rope_effect,
     unread,
 )
-from weft.models.spec.families import ALL_FAMILIES, FAMILIES, WRAPPERS, build_spec
+from weft.models.spec.families.registry import ALL_FAMILIES, FAMILIES, WRAPPERS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -83,7 +84,7 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     for variant in VARIANTS:
         recorded = {name: Recorder(variant.get(name, {})) for name in ROPE_SECTIONS}
         sections: dict[str, dict[str, Any]] = dict(recorded)
-        if (alone := ALONE.get(model_type)) and FAMILIES[alone].ropes_by_kind:
+        if (alone := ALONE.get(model_type)) and FAMILIES[alone].rope.by_kind:
             sections["rope_parameters"] = {"full_attention": recorded["rope_parameters"]}
         text = Recorder(SIZES | variant | sections)
         if alone:
@@ -100,7 +101,10 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     yarn = {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
     llama3 = {"low_freq_factor", "high_freq_factor"}
     longrope = {"short_factor", "long_factor"}
-    not_read = {"phi3": yarn | llama3, "ministral3": llama3 | longrope}.get(model_type, set())
+    not_read = {
+        "phi3": yarn | llama3 | {"original_max_position_embeddings"},
+        "ministral3": llama3 | longrope,
+    }.get(model_type, set())
     not_read |= set() if model_type.startswith("hunyuan") else {"alpha"}
     not_read |= set() if model_type == "ministral3" else {"llama_4_scaling_beta"}
     assert of_rope == ROPE_READ - not_read

@@ -18,7 +18,8 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.errors import ModelError
-from weft.models.spec.families import ARCHITECTURES, FAMILIES, build_spec
+from weft.models.spec.build import build_spec
+from weft.models.spec.families.registry import ARCHITECTURES, FAMILIES
 from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 SOURCE = Path("config.json")
