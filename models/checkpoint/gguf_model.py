@@ -210,6 +210,9 @@ def gguf_config(file: Path) -> dict[str, Any]:
     if EMBEDDING not in header.tensors:
         raise ModelError(f"{file} lacks {EMBEDDING}; get another file")
     config.setdefault("rope_theta", ROPE_THETA)
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
+    head_dim = config.setdefault("head_dim", max(1, config["hidden_size"] // max(1, heads)))
     config |= architecture.fixed
     config |= {name: tensor in header.tensors for name, tensor in architecture.flags.items()}
     config["vocab_size"] = header.tensors[EMBEDDING].shape[0]
@@ -220,7 +223,6 @@ def gguf_config(file: Path) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     if ends := _end_tokens(header):
         config["eos_token_id"] = ends
-    head_dim = _head_dim(config)
     only = {
         **{key: each for key, each in ONLY.items() if key not in kinds},
         "attention.value_length": (head_dim,),
@@ -239,7 +241,7 @@ def gguf_tensors(file: Path) -> dict[str, GgufTensor]:
     """
     from weft.models.checkpoint.gguf_tensor import GgufTensor
 
-    head_dim = _head_dim(gguf_config(file))
+    head_dim = gguf_config(file)["head_dim"]
     header = read_header(file)
     prefix, architecture = _architecture(header)
     found: dict[str, GgufTensor] = {}
@@ -277,13 +279,6 @@ def _architecture(header: Header) -> tuple[str, Architecture]:
             "Others may load as safetensors: give the original model"
         )
     return f"{name}.", architecture
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    size: int = config.get("head_dim") or config["hidden_size"] // max(
-        1, config["num_attention_heads"]
-    )
-    return size
 
 
 def _dtype(header: Header) -> str:

@@ -130,8 +130,8 @@ def _decoder(fields: Fields, family: Family, context: int) -> Decoder:
     """
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
-    head_dim = fields.integer("head_dim", max(1, hidden // heads))
+    kv_heads = _size(fields, "num_key_value_heads", family.kv_heads, heads)
+    head_dim = _size(fields, "head_dim", family.head_dim, max(1, hidden // heads))
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
     if head_dim % 2:
@@ -148,6 +148,11 @@ def _decoder(fields: Fields, family: Family, context: int) -> Decoder:
         rope=read_rope(fields, head_dim, context, family.rope, "full_attention"),
         sliding_rope=read_rope(fields, head_dim, context, family.rope, "sliding_attention"),
     )
+
+
+def _size(fields: Fields, name: str, absent: int | None, derived: int) -> int:
+    """Read a size; null means the derived one, and so does an absent field without a default."""
+    return fields.integer(name, derived if name in fields.values else absent or derived)
 
 
 def _dtype(whole: Fields, fields: Fields, default: str) -> str:

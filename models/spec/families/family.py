@@ -20,6 +20,8 @@ class Family:
         describe_layer: describes layer i.
         max_position_embeddings, rms_norm_eps, tied: their values where config.json has none, as in
             transformers.
+        kv_heads: the same for `num_key_value_heads`; None for as many as query heads.
+        head_dim: the same; None for hidden_size / num_attention_heads.
         rope: its rotary embeddings.
         embedding: its name in the checkpoint.
         other_types: other names of the family in config.json.
@@ -34,6 +36,8 @@ class Family:
     rms_norm_eps: float = 1e-6
     rope: RopeRules = PLAIN
     tied: bool = False
+    kv_heads: int | None = None
+    head_dim: int | None = None
     embedding: str = "model.embed_tokens"
     other_types: tuple[str, ...] = ()
     finish: Callable[[Fields, ModelSpec], ModelSpec] | None = None

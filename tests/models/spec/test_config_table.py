@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from support.recorded_config import Recorder
 from transformers import CONFIG_MAPPING, cache_utils, masking_utils, modeling_rope_utils
 from transformers.integrations import moe
@@ -35,12 +36,15 @@ from weft.models.spec.config_table import (
     unread,
 )
 from weft.models.spec.families.registry import ALL_FAMILIES, FAMILIES, WRAPPERS
+from weft.models.spec.spec import ModelSpec
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "vocab_size": 320,
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -108,6 +112,57 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     not_read |= set() if model_type.startswith("hunyuan") else {"alpha"}
     not_read |= set() if model_type == "ministral3" else {"llama_4_scaling_beta"}
     assert of_rope == ROPE_READ - not_read
+
+
+def described(model_type: str, text: dict[str, Any]) -> ModelSpec:
+    """Describe a model with a language model's fields."""
+    if alone := ALONE.get(model_type):
+        return build_spec(text | {"architectures": [alone]}, Path("config.json"))
+    config = {"architectures": [WRAPPED[model_type]], "text_config": text}
+    return build_spec(config, Path("config.json"))
+
+
+def described_unless_missing(model_type: str, text: dict[str, Any]) -> ModelSpec | None:
+    """Describe a model; return None if a field is refused because it is missing or null."""
+    try:
+        return described(model_type, text)
+    except ModelError as error:
+        if re.search("is missing|is null|as sliding_window says", str(error)):
+            return None
+        raise
+
+
+@known_families
+@pytest.mark.parametrize("given", [{}, {"use_sliding_window": True, "sliding_window": 9}])
+def test_an_absent_field_means_what_transformers_means(
+    model_type: str, given: dict[str, Any]
+) -> None:
+    """And so does null, where transformers takes it. A size may be refused as missing."""
+    known = READ | READ_BY[model_type]
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes |= {"hidden_size": 512, "num_attention_heads": 32}  # 32 query heads fit all defaults
+    window = known if model_type != "qwen2_moe" else ()  # which weft refuses there
+    given = {name: value for name, value in given.items() if name in window}
+    theirs = type(CONFIG_MAPPING[model_type]())
+    whole = theirs(**sizes | given).to_dict()
+    # A wrapper's own class says whether its text model is tied; some fields have two names.
+    skipped = {"tie_word_embeddings"} if model_type in WRAPPED else set()
+    skipped |= {"architectures", "model_type", "num_experts", "num_local_experts"}
+    skipped |= set(theirs.attribute_map)
+    compared = set()
+    for name in known - skipped:
+        rope = dict(whole["rope_parameters"] or {})
+        rope.pop(name, None)
+        rest = {other: whole[other] for other in whole if other not in (name, "architectures")}
+        rest |= {} if name == "rope_parameters" else {"rope_parameters": rope}
+        for config in (rest, rest | {name: None}):
+            if (spec := described_unless_missing(model_type, config)) is None:
+                continue
+            with suppress(StrictDataclassError):
+                assert spec == described(model_type, theirs(**config).to_dict()), name
+                compared.add(name)
+    optional = {"head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"}
+    assert compared >= optional | {"rope_theta", "dtype"}
 
 
 def source_of(*modules: ModuleType | type) -> str:
