@@ -37,7 +37,7 @@ MAX_AXES = 4
 _FORMATS = "B b H h I i f ? - - Q q d"
 SCALARS = {kind: form for kind, form in enumerate(_FORMATS.split()) if form != "-"}
 """Types of metadata, as formats of `struct`."""
-STRING, ARRAY = 8, 9
+FLOAT32, STRING, ARRAY = 6, 8, 9
 TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -350,7 +350,8 @@ class _Cursor:
         """Read a type and a value of it."""
         (kind,) = self.numbers("I", key)
         if kind in SCALARS:
-            return self.numbers(SCALARS[kind], key)[0]
+            number = self.numbers(SCALARS[kind], key)[0]
+            return _decimal(number) if kind == FLOAT32 else number
         if kind == STRING:
             return self.text(key)
         if kind != ARRAY:
@@ -370,3 +371,17 @@ class _Cursor:
             f"{self.file} is cut short within its header, or a length there is wrong: {what} "
             f"ends beyond the file's {self._size:,} bytes; get the file again"
         )
+
+
+def _decimal(number: float) -> float:
+    """Return the shortest decimal that float32 rounds to a number: 0.6, not 0.6000000238418579."""
+    shorts = (float(f"{number:.{digits}g}") for digits in (6, 7, 8))
+    return next((each for each in shorts if _as_float32(each) == number), number)
+
+
+def _as_float32(number: float) -> float:
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:  # a decimal above the greatest float32
+        return math.inf
+    return rounded

@@ -284,9 +284,7 @@ def gguf_sampling(file: Path) -> dict[str, Any]:
         key = name.removeprefix("general.sampling.")
         if key in SAMPLING:
             field_name, kind = SAMPLING[key]
-            value = header.need(name, kind)
-            # Float32 has 7 digits: 0.6 is 0.6000000238418579 in a file.
-            found[field_name] = float(f"{value:.7g}") if kind is float else value
+            found[field_name] = header.need(name, kind)
         elif key != name:
             found[name] = header.metadata[name]
     return found
