@@ -21,7 +21,7 @@ from tpu_steps import LLAMA_8B
 from weft.models.plan.choices import choices
 from weft.models.plan.hardware import read_slice
 from weft.models.plan.load import Load
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.simulator.fleet import EngineLimits, simulate
 from weft.serving.executor.sizing import limits_of

@@ -22,7 +22,7 @@ from weft.models.spec.config_table import (
     only,
     rope_effect,
 )
-from weft.models.spec.families import ALL_FAMILIES
+from weft.models.spec.families.registry import ALL_FAMILIES
 from weft.models.spec.quantization import METHODS
 
 PAGE = Path(__file__).parent.parent / "docs/config-fields.md"

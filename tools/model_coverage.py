@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.models.spec.families import ARCHITECTURES
+from weft.models.spec.families.registry import ARCHITECTURES
 from weft.models.spec.quantization import METHODS
 
 PUBLISHED = (

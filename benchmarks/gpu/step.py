@@ -159,7 +159,7 @@ def predict(model: str, tp: int, ep: int, users: int, gpu: Any) -> tuple[Row, An
     from model.launch_costs import EAGER, IN_GRAPH, Batch, cost_of
     from model.recorded import MAX_TOKENS, record
 
-    from weft.models.spec.families import build_spec
+    from weft.models.spec.build import build_spec
     from weft.models.spec.layout import Layout
     from weft.models.spec.spec import MoeSpec
     from weft.models.torch.graphs import recordings

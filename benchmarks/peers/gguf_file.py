@@ -5,7 +5,8 @@ tokenizers by a hash and refuses those of made-up checkpoints. Handles qwen2
 and qwen3_moe with byte-level BPE: the shapes that are raced. Norms, biases
 and routers are float32, as llama.cpp's converter has them.
 
-Not handled: rope scaling, sliding windows, other families.
+The names of tensors are weft's own table. Not handled: rope scaling, sliding windows, other
+families.
 """
 
 from __future__ import annotations
@@ -14,31 +15,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.models.checkpoint.gguf_model import LAYER, TOP
+
 if TYPE_CHECKING:
     import torch
     from gguf import GGUFWriter
 
 _ARCHITECTURE = {"qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_OF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_EXPERT = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+_TOP = {name: part for part, name in TOP.items()}
+_OF_LAYER = {name: part for part, name in LAYER.items()}
 
 
 def convert(checkpoint: Path, out: Path) -> Path:
@@ -128,20 +113,21 @@ def _write_tensors(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any])
         if ".experts." not in name:
             _add(writer, _gguf_name(name), tensor)
     for layer in range(config["num_hidden_layers"] if config["num_experts"] else 0):
-        for theirs, ours in _EXPERT.items():
-            prefix = f"model.layers.{layer}.mlp.experts"
+        for name, part in _OF_LAYER.items():
+            if "{expert}" not in name:
+                continue
             experts = [
-                tensors[f"{prefix}.{expert}.{theirs}.weight"]
+                tensors[f"model.layers.{layer}.{name.format(expert=expert)}.weight"]
                 for expert in range(config["num_experts"])
             ]
-            _add(writer, f"blk.{layer}.{ours}.weight", torch.stack(experts))
+            _add(writer, f"blk.{layer}.{part}.weight", torch.stack(experts))
 
 
 def _gguf_name(name: str) -> str:
-    if name in _TOP:
-        return _TOP[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, _, kind = rest.rpartition(".")
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{_OF_LAYER[part]}.{kind}"
 
 

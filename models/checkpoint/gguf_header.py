@@ -4,6 +4,9 @@ A file has a version, counts, metadata, descriptions of tensors, padding, and th
 (github.com/ggml-org/ggml/blob/master/docs/gguf.md). All lengths in a header are checked against the
 file's size before they are used.
 
+A model may be split over several files, which llama.cpp names NAME-00001-of-00003.gguf and so on.
+The first has the metadata; `read_header` joins their tensors.
+
 The package `gguf` dequantises (gguf_tensor.py), but its GGUFReader is not used. For a vocabulary
 with 150,000 tokens it takes 15 s, and this reader takes 0.3 s; it also runs on beyond a file's end
 if an array's length is wrong.
@@ -13,9 +16,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +28,8 @@ from typing import Any, NoReturn, TypeVar
 from weft.errors import ModelError, shown
 
 SUFFIX = ".gguf"
+PART = re.compile(r"-\d{5}-of-\d{5}$")
+"""End of the name of a split model's files, without the suffix."""
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
@@ -31,7 +37,7 @@ MAX_AXES = 4
 _FORMATS = "B b H h I i f ? - - Q q d"
 SCALARS = {kind: form for kind, form in enumerate(_FORMATS.split()) if form != "-"}
 """Types of metadata, as formats of `struct`."""
-STRING, ARRAY = 8, 9
+FLOAT32, STRING, ARRAY = 6, 8, 9
 TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -82,6 +88,7 @@ class TensorInfo:
     """A tensor in a file.
 
     Attributes:
+        file: the file.
         name: its name in the file.
         type: a name in `TYPES`.
         shape: rows come before columns, as in torch.
@@ -89,6 +96,7 @@ class TensorInfo:
         block, block_bytes: the numbers in a block of a row, and the block's size.
     """
 
+    file: Path
     name: str
     type: str
     shape: tuple[int, ...]
@@ -103,14 +111,16 @@ class Header:
     """A file's header.
 
     Attributes:
-        file: the file.
+        file: the file; of a split model, the first.
         metadata: key -> value; an array is a list.
         tensors: every tensor, by name.
+        files: all files of the model.
     """
 
     file: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    files: tuple[Path, ...]
 
     def get(self, key: str, kind: type[Kind]) -> Kind | None:
         """Return a key's value; None if it is absent.
@@ -161,12 +171,18 @@ def check_gguf() -> None:
 
 
 def read_header(file: Path) -> Header:
-    """Read and check a file's header.
+    """Read and check a file's header, and those of a split model's other files.
 
     Raises:
-        ModelError: the file cannot be read, is damaged or cut short, is one part of several, or has
-            an unsupported version, byte order or tensor type.
+        ModelError: a file cannot be read, is missing, is damaged or cut short, is not the first of
+            several, or has an unsupported version, byte order or tensor type.
     """
+    header = _read_one(file)
+    count = header.get("split.count", int) or 1
+    return header if count == 1 else _joined(header, count)
+
+
+def _read_one(file: Path) -> Header:
     try:
         status = file.stat()
         return _read_header(file, status.st_size, status.st_mtime_ns)
@@ -174,7 +190,41 @@ def read_header(file: Path) -> Header:
         raise ModelError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-@lru_cache(maxsize=2)
+def _joined(first: Header, count: int) -> Header:
+    """Return the header of a model that is split over `count` files."""
+    file, number = first.file, first.need("split.no", int)
+    name = PART.sub("", file.stem)
+    files = [
+        file.with_name(f"{name}-{i + 1:05}-of-{count:05}{SUFFIX}")
+        for i in range(max(count, number + 1))
+    ]
+    if files[number] != file:
+        raise ModelError(
+            f"{file} is part {number + 1} of {count}; name it {files[number].name}, as llama.cpp "
+            "does"
+        )
+    if number:
+        raise ModelError(f"{file} is part {number + 1} of {count}; give the first: {files[0]}")
+    if missing := [part.name for part in files if not part.is_file()]:
+        shown_names = ", ".join(missing[:3]) + (" and others" if len(missing) > 3 else "")
+        raise ModelError(f"{file} lacks {shown_names}; get all {count} files into one directory")
+    tensors: dict[str, TensorInfo] = {}
+    for i, part in enumerate(files):
+        header = _read_one(part)
+        if (header.need("split.no", int), header.get("split.count", int)) != (i, count):
+            raise ModelError(f"{part} is not part {i + 1} of {count}, by its metadata")
+        if twice := tensors.keys() & header.tensors:
+            raise ModelError(f"{part} has {min(twice)}, as an earlier part; get the files again")
+        tensors |= header.tensors
+    total = first.get("split.tensors.count", int)
+    if total is not None and total != len(tensors):
+        raise ModelError(
+            f"{file}: split.tensors.count is {total}; all {count} files have {len(tensors)}"
+        )
+    return replace(first, tensors=tensors, files=tuple(files))
+
+
+@lru_cache(maxsize=128)
 def _read_header(file: Path, size: int, _: int) -> Header:
     """Read a header once for each version of the file."""
     if size == 0:
@@ -206,12 +256,7 @@ def _parse(file: Path, data: mmap.mmap) -> Header:
         if key in metadata:
             raise ModelError(f"{file} has {key} twice in its metadata; the file is damaged")
         metadata[key] = cursor.value(key)
-    header = Header(file, metadata, {})
-    if (parts := header.get("split.count", int) or 1) > 1:
-        raise ModelError(
-            f"{file} is one of {parts} files of a model; join them with llama.cpp: "
-            "llama-gguf-split --merge FIRST-FILE JOINED-FILE"
-        )
+    header = Header(file, metadata, {}, (file,))
     infos = [_info(cursor) for _ in range(tensor_count)]
     alignment = header.get("general.alignment", int)
     alignment = ALIGNMENT if alignment is None else alignment
@@ -219,7 +264,7 @@ def _parse(file: Path, data: mmap.mmap) -> Header:
         message = f"general.alignment is {alignment}; it must be a power of two, and at least 8"
         raise ModelError(f"{file}: {message}")
     data_start = -(-cursor.at // alignment) * alignment
-    return Header(file, metadata, _placed(file, infos, data_start, alignment, len(data)))
+    return replace(header, tensors=_placed(file, infos, data_start, alignment, len(data)))
 
 
 def _info(cursor: _Cursor) -> TensorInfo:
@@ -241,7 +286,7 @@ def _info(cursor: _Cursor) -> TensorInfo:
             f"{block}"
         )
     size = math.prod(shape) // block * block_bytes
-    return TensorInfo(name, kind, shape, start, size, block, block_bytes)
+    return TensorInfo(file, name, kind, shape, start, size, block, block_bytes)
 
 
 def _placed(
@@ -265,9 +310,7 @@ def _placed(
                 f"{file} is cut short within {info.name}: it has {size:,} bytes, and the tensor "
                 f"ends at byte {end:,}; get the file again"
             )
-        placed[info.name] = TensorInfo(
-            info.name, info.type, info.shape, start, info.bytes, info.block, info.block_bytes
-        )
+        placed[info.name] = replace(info, start=start)
     return placed
 
 
@@ -307,7 +350,8 @@ class _Cursor:
         """Read a type and a value of it."""
         (kind,) = self.numbers("I", key)
         if kind in SCALARS:
-            return self.numbers(SCALARS[kind], key)[0]
+            number = self.numbers(SCALARS[kind], key)[0]
+            return _decimal(number) if kind == FLOAT32 else number
         if kind == STRING:
             return self.text(key)
         if kind != ARRAY:
@@ -327,3 +371,17 @@ class _Cursor:
             f"{self.file} is cut short within its header, or a length there is wrong: {what} "
             f"ends beyond the file's {self._size:,} bytes; get the file again"
         )
+
+
+def _decimal(number: float) -> float:
+    """Return the shortest decimal that float32 rounds to a number: 0.6, not 0.6000000238418579."""
+    shorts = (float(f"{number:.{digits}g}") for digits in (6, 7, 8))
+    return next((each for each in shorts if _as_float32(each) == number), number)
+
+
+def _as_float32(number: float) -> float:
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:  # a decimal above the greatest float32
+        return math.inf
+    return rounded

@@ -1,6 +1,6 @@
 """A GGUF file's metadata and tensors -> config.json's fields and tensor names.
 
-The rest of weft then reads a GGUF file as any checkpoint: families.py makes the spec, and
+The rest of weft then reads a GGUF file as any checkpoint: build.py makes the spec, and
 weights.py compares it with the tensors. Each architecture is one entry in `ARCHITECTURES`. Sources:
 the names in the package `gguf` (constants.py), and llama.cpp's convert_hf_to_gguf.py, whose changes
 are undone here:
@@ -8,7 +8,8 @@ are undone here:
 - The rows of queries and keys are in the order for neighbouring pairs, in llama's architecture.
 - All experts of a layer are in one tensor.
 - llama3's rope scaling is a tensor, rope_freqs.weight, with a divisor for each wavelength. It
-  becomes longrope with equal divisors for short and long contexts.
+  becomes longrope with equal divisors for short and long contexts. longrope's divisors are two
+  tensors.
 - A tied LM head is absent.
 
 A key of the architecture that no table here names is refused, because it may change the numbers.
@@ -43,6 +44,15 @@ OPTIONAL: dict[str, tuple[str, type[Any]]] = {
     "rope.freq_base": ("rope_theta", float),
 }
 """Keys of all architectures, after `ARCHITECTURE.`, with config.json's field and type."""
+
+SAMPLING: dict[str, tuple[str, type[Any]]] = {
+    "min_p": ("min_p", float),
+    "penalty_repeat": ("repetition_penalty", float),
+    "temp": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+}
+"""Keys after `general.sampling.`, with generation_config.json's field and type."""
 
 ROPE_THETA = 10_000.0
 """llama.cpp's base of the rotary embedding if a file has none."""
@@ -124,13 +134,22 @@ LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_GLM4 = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
 MIXTRAL = {
     "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
     "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
 }
-"""Tensor names without .weight or .bias: the model's, those in a layer, and Mixtral's own."""
-ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor names without .weight or .bias: the model's, those in a layer, and some families' own."""
+ROPE_FREQS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_FACTORS = (ROPE_FREQS, SHORT_FACTORS, LONG_FACTORS)
+"""Tensors that are a part of the config: divisors of wavelengths."""
 EMBEDDING = "token_embd.weight"
 
 
@@ -141,6 +160,8 @@ class Architecture:
     Attributes:
         name: the class in config.json's `architectures`.
         fields: keys of its own, with config.json's field; all are whole numbers.
+        windowed: it has a sliding window, unless the key is absent or 0.
+        partial: it rotates `rope.dimension_count` dimensions of a head.
         fixed: fields with one value in llama.cpp.
         flags: fields that are true if a tensor is there.
         layer: tensor names of its own.
@@ -149,6 +170,8 @@ class Architecture:
 
     name: str
     fields: Mapping[str, str] = field(default_factory=dict)
+    windowed: bool = False
+    partial: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     layer: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +206,14 @@ ARCHITECTURES = {
     ("qwen3moe", True): Architecture(
         "Qwen3MoeForCausalLM", fields=_EXPERTS, fixed={"norm_topk_prob": True}, flags=_BIAS
     ),
+    ("phi3", False): Architecture("Phi3ForCausalLM", windowed=True, partial=True, layer=_FUSED),
+    ("glm4", False): Architecture("Glm4ForCausalLM", partial=True, flags=_BIAS, layer=_GLM4),
+    ("smollm3", False): Architecture(
+        "SmolLM3ForCausalLM",
+        fixed={"no_rope_layer_interval": 4},
+        flags=_BIAS | {"mlp_bias": "blk.0.ffn_gate.bias"},
+        neighbours=True,
+    ),
 }
 """By general.architecture, and whether the model has experts."""
 
@@ -210,17 +241,25 @@ def gguf_config(file: Path) -> dict[str, Any]:
     if EMBEDDING not in header.tensors:
         raise ModelError(f"{file} lacks {EMBEDDING}; get another file")
     config.setdefault("rope_theta", ROPE_THETA)
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
+    head_dim = config.setdefault("head_dim", max(1, config["hidden_size"] // max(1, heads)))
     config |= architecture.fixed
     config |= {name: tensor in header.tensors for name, tensor in architecture.flags.items()}
     config["vocab_size"] = header.tensors[EMBEDDING].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config["torch_dtype"] = _dtype(header)
     scaling, keys = _rope_scaling(header, prefix, config["max_position_embeddings"])
-    if scaling:
-        config["rope_scaling"] = scaling
+    config |= scaling
     if ends := _end_tokens(header):
         config["eos_token_id"] = ends
-    head_dim = _head_dim(config)
+    if architecture.windowed:
+        keys.append("attention.sliding_window")
+        config["sliding_window"] = header.get(f"{prefix}attention.sliding_window", int) or None
+    if architecture.partial:
+        keys.append("rope.dimension_count")
+        rotated = header.get(f"{prefix}rope.dimension_count", int) or head_dim
+        config["partial_rotary_factor"] = rotated / head_dim
     only = {
         **{key: each for key, each in ONLY.items() if key not in kinds},
         "attention.value_length": (head_dim,),
@@ -231,6 +270,26 @@ def gguf_config(file: Path) -> dict[str, Any]:
     return config
 
 
+def gguf_sampling(file: Path) -> dict[str, Any]:
+    """Return the fields that a generation_config.json for a GGUF file's model has.
+
+    Other keys for sampling keep their own names.
+
+    Raises:
+        ModelError: as `read_header`, or a value has a wrong type.
+    """
+    header = read_header(file)
+    found: dict[str, Any] = {}
+    for name in header.metadata:
+        key = name.removeprefix("general.sampling.")
+        if key in SAMPLING:
+            field_name, kind = SAMPLING[key]
+            found[field_name] = header.need(name, kind)
+        elif key != name:
+            found[name] = header.metadata[name]
+    return found
+
+
 def gguf_tensors(file: Path) -> dict[str, GgufTensor]:
     """Return every tensor by the name that it has in other checkpoints; unknown ones by their own.
 
@@ -239,25 +298,25 @@ def gguf_tensors(file: Path) -> dict[str, GgufTensor]:
     """
     from weft.models.checkpoint.gguf_tensor import GgufTensor
 
-    head_dim = _head_dim(gguf_config(file))
+    head_dim = gguf_config(file)["head_dim"]
     header = read_header(file)
     prefix, architecture = _architecture(header)
     found: dict[str, GgufTensor] = {}
     for info in header.tensors.values():
-        if info.name == ROPE_FACTORS:
-            continue  # a part of the config
+        if info.name in ROPE_FACTORS:
+            continue
         part, name = _name(info.name, architecture)
         shape = (1, *info.shape) if part == "ffn_gate_inp_shexp" else info.shape
         turned = architecture.neighbours and part in ("attn_q", "attn_k")
         if "{expert}" not in name:
-            found[name] = GgufTensor(file, info, shape, info.start, head_dim if turned else 0)
+            found[name] = GgufTensor(info.file, info, shape, info.start, head_dim if turned else 0)
             continue
         experts = header.get(f"{prefix}expert_count", int) or 0
         if shape[0] != experts:
             raise ModelError(f"{file}: {info.name} has {shape[0]} experts; its metadata {experts}")
         for expert in range(experts):
             start = info.start + info.bytes // experts * expert
-            found[name.format(expert=expert)] = GgufTensor(file, info, shape[1:], start)
+            found[name.format(expert=expert)] = GgufTensor(info.file, info, shape[1:], start)
     return found
 
 
@@ -279,13 +338,6 @@ def _architecture(header: Header) -> tuple[str, Architecture]:
     return f"{name}.", architecture
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
-    size: int = config.get("head_dim") or config["hidden_size"] // max(
-        1, config["num_attention_heads"]
-    )
-    return size
-
-
 def _dtype(header: Header) -> str:
     """Return the dtype of the matrices; bfloat16 for quantised ones."""
     types = {info.type for info in header.tensors.values() if len(info.shape) > 1}
@@ -294,10 +346,8 @@ def _dtype(header: Header) -> str:
     return "float16" if types <= {"F32", "F16"} else "bfloat16"
 
 
-def _rope_scaling(
-    header: Header, prefix: str, context: int
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return config.json's `rope_scaling`, and the keys that it is from."""
+def _rope_scaling(header: Header, prefix: str, context: int) -> tuple[dict[str, Any], list[str]]:
+    """Return config.json's fields for the scaling, and the keys that they are from."""
     section = f"{prefix}rope.scaling."
     kind = header.get(f"{section}type", str) or "none"
     if kind not in ROPE_SCALING:
@@ -308,24 +358,36 @@ def _rope_scaling(
         if (value := header.get(section + key, type_)) is not None:
             scaling[name] = value
     keys = ["rope.scaling.type", *(f"rope.scaling.{key}" for key in ROPE_SCALING[kind])]
-    info = header.tensors.get(ROPE_FACTORS)
-    if info is None:
-        return (None if kind == "none" else scaling), keys
+    tensors = [name for name in ROPE_FACTORS if name in header.tensors]
+    if not tensors:
+        return ({} if kind == "none" else {"rope_scaling": scaling}), keys
     if kind != "none":
-        raise ModelError(f"{header.file} has both {section}type {shown(kind)} and {ROPE_FACTORS}")
-    factors = _factors(header.file, info)
-    return {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": context,
-    }, keys
+        raise ModelError(f"{header.file} has both {section}type {shown(kind)} and {tensors[0]}")
+    if tensors == [ROPE_FREQS]:
+        factors = _factors(header.tensors[ROPE_FREQS])
+        scaling = {"short_factor": factors, "long_factor": factors}
+        scaling |= {"factor": 1.0, "attention_factor": 1.0}
+        original = context
+    elif tensors == [SHORT_FACTORS, LONG_FACTORS]:
+        short, long = (_factors(header.tensors[name]) for name in tensors)
+        scaling = {"short_factor": short, "long_factor": long}
+        keys.append("rope.scaling.attn_factor")
+        if amplitude := header.get(f"{section}attn_factor", float):
+            scaling["attention_factor"] = amplitude
+        original = header.need(f"{section}original_context_length", int)
+    else:
+        names = " and ".join(tensors)
+        raise ModelError(
+            f"{header.file} has {names}; supported is {ROPE_FREQS}, or {SHORT_FACTORS} and "
+            f"{LONG_FACTORS}"
+        )
+    scaling["rope_type"] = "longrope"
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}, keys
 
 
-def _factors(file: Path, info: TensorInfo) -> list[float]:
+def _factors(info: TensorInfo) -> list[float]:
     """Read a small float32 vector."""
+    file = info.file
     if info.type != "F32" or len(info.shape) != 1:
         raise ModelError(
             f"{file}: {info.name} is {info.type} with shape {info.shape}; supported is an F32 "

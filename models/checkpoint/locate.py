@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, ModelError
-from weft.models.checkpoint.gguf_header import SUFFIX, check_gguf, is_gguf
+from weft.models.checkpoint.gguf_header import PART, SUFFIX, check_gguf, is_gguf, read_header
 from weft.models.checkpoint.gguf_model import gguf_config
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 from weft.models.spec.spec import ModelSpec
 
 BUNDLED = ("weft-demo", "weft-demo-moe")
@@ -230,12 +230,12 @@ def find_files(path: Path) -> list[Path]:
     """List a checkpoint's files with weights: safetensors, by the index if there is one, or GGUF.
 
     Raises:
-        ModelError: no file exists, one is missing, the index is malformed, or the package `gguf`
-            for a GGUF file is missing.
+        ModelError: no file exists, one is missing, the index is malformed, the package `gguf` for a
+            GGUF file is missing, or such a file is damaged.
     """
     if is_gguf(path):
         check_gguf()
-        return [path]
+        return list(read_header(path).files)
     if (path / SINGLE_FILE).exists():
         return [path / SINGLE_FILE]
     index = path / INDEX_FILE
@@ -283,7 +283,7 @@ def model_name(model: str) -> str:
     """Return a model's name for the API: the hub id, or the last part of the path.
 
     A snapshot in the hub's cache has its model's name, not its commit's. A GGUF file's name lacks
-    its suffix.
+    its suffix, and a split one's number.
     """
     source = remote(model)
     if isinstance(source, HubModel):
@@ -294,7 +294,7 @@ def model_name(model: str) -> str:
     if path.parent.name == "snapshots" and (cached := _HUB_FOLDER.fullmatch(path.parts[-3])):
         return f"{cached[1]}/{cached[2]}"
     # A GGUF file in the hub's cache is a link to a file whose name is a hash.
-    return path.stem if is_gguf(path) else path.resolve().name
+    return PART.sub("", path.stem) if is_gguf(path) else path.resolve().name
 
 
 def read_spec(path: Path) -> ModelSpec:

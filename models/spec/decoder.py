@@ -1,7 +1,7 @@
 """Building blocks shared by all decoder families, under their usual checkpoint names.
 
 `Decoder` knows one model's sizes. It describes norms, projections, MLPs and
-experts; `families.py` puts them together into layers.
+experts; the functions in families/ put them together into layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Size = tuple[int, Axis]
 """A dimension's size and logical axis."""
 
 BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
-"""The usual names of a layer's norms, in the order of `Decoder.layer`."""
+AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+"""The usual names of a layer's norms, in the order of `Decoder.layer`: of the blocks' inputs, and
+of their outputs alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ before those beside it; `original_max_position_embeddings` comes after the one b
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Literal, Protocol, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from weft.errors import ModelError
 from weft.models.spec.config_fields import Fields
@@ -20,74 +21,83 @@ MIN_TURNS = 1e-6
 Layers = Literal["full_attention", "sliding_attention"]
 """A kind of layers, as in `layer_types`."""
 
-KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+_ALL = {each: each for each in ("default", "linear", "llama3", "yarn", "longrope")}
+DYNAMIC = _ALL | {"dynamic": "dynamic"}
+MROPE = _ALL | {"mrope": "default"}
+LONGROPE = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+YARN = {"yarn": "yarn"}
+"""Types of scaling, with the rule of each. Text has the same position on all of mrope's axes, and
+Phi-3's old names for longrope are su and yarn."""
 
 
-class RopeDefaults(Protocol):
-    """A family's values for absent fields; see families.Family."""
+@dataclass(frozen=True, slots=True)
+class RopeRules:
+    """One family's rotary embeddings in config.json.
 
-    @property
-    def model_type(self) -> str:
-        """The family."""
+    Attributes:
+        theta: `rope_theta`, where config.json has none, as in transformers.
+        part: the same for `partial_rotary_factor`; None if the family always rotates whole heads.
+        neighbours: as in RopeSpec.
+        by_kind: layers with and without a window have their own rotary embeddings.
+        has_dim: without `partial_rotary_factor`, `rotary_dim` counts.
+        types: the types of scaling, with the rule of each.
+        original_max_len: `original_max_position_embeddings`, where config.json has none beside the
+            object; None to read it in the object.
+        scales_queries: the object has `llama_4_scaling_beta`; see `RopeSpec.query_beta`.
+    """
 
-    @property
-    def max_position_embeddings(self) -> int:
-        """The context."""
-
-    @property
-    def rope_theta(self) -> float:
-        """The wavelengths' base."""
-
-    @property
-    def rotated(self) -> float | None:
-        """The part of a head that is rotated; None if the family always rotates all of it."""
-
-    @property
-    def neighbours(self) -> bool:
-        """See RopeSpec."""
-
-    @property
-    def ropes_by_kind(self) -> bool:
-        """Layers with and without a window have their own rotary embeddings."""
+    theta: float = 10_000.0
+    part: float | None = None
+    neighbours: bool = False
+    by_kind: bool = False
+    has_dim: bool = False
+    types: Mapping[str, str] = field(default_factory=lambda: _ALL)
+    original_max_len: int | None = None
+    scales_queries: bool = False
 
 
-def read_rope(fields: Fields, head_dim: int, family: RopeDefaults, kind: Layers) -> RopeSpec:
+PLAIN = RopeRules()
+"""Llama's."""
+
+
+def read_rope(
+    fields: Fields, head_dim: int, context: int, rules: RopeRules, kind: Layers
+) -> RopeSpec:
     """Read the rotary embedding of one kind of layers.
+
+    Args:
+        fields: the config.
+        head_dim: a head's dimensions.
+        context: the model's `max_position_embeddings`.
+        rules: the family's.
+        kind: the kind of layers.
 
     Raises:
         ModelError: a value is missing, unknown, or does not fit the others.
     """
-    scaling = _of_kind(fields, family, kind) if family.ropes_by_kind else _of_all(fields)
-    if family.model_type == "ministral3" and not scaling.values:
-        raise ModelError(f"{fields.source}: {fields.prefix}rope_parameters is missing")
-    context = fields.integer("max_position_embeddings", family.max_position_embeddings)
-    theta = (scaling if scaling.has("rope_theta") else fields).number(
-        "rope_theta", family.rope_theta
-    )
-    kind_field = "rope_type" if scaling.has("rope_type") else "type"
-    rule = scaling.choice(kind_field, _kinds(family), default="default")
+    scaling = _of_kind(fields, rules, kind) if rules.by_kind else _of_all(fields)
+    theta = (scaling if scaling.has("rope_theta") else fields).number("rope_theta", rules.theta)
+    type_field = "rope_type" if scaling.has("rope_type") else "type"
+    rule = rules.types[scaling.choice(type_field, tuple(rules.types), default="default")]
     if rule == "dynamic":  # a fixed factor in the base, and not one for each length
         theta = _stretched(scaling, theta, head_dim)
     base = RopeSpec(
         theta,
-        dim=_rotated(fields, scaling, head_dim, family),
-        neighbours=family.neighbours,
+        dim=_rotated(fields, scaling, head_dim, rules),
+        neighbours=rules.neighbours,
     )
-    if rule in ("default", "dynamic", "mrope"):
+    if rule in ("default", "dynamic"):
         return base
-    if family.model_type == "phi3":
-        rule = "longrope"
     if rule == "linear":
         return replace(base, scaling="linear", factor=scaling.number("factor"))
-    in_section = scaling.integer("original_max_position_embeddings", context)
     original = fields.integer(
         "original_max_position_embeddings",
-        family.max_position_embeddings if family.model_type == "phi3" else in_section,
+        rules.original_max_len or scaling.integer("original_max_position_embeddings", context),
     )
     if rule == "llama3":
         return _llama3(scaling, replace(base, original_max_len=original))
     factor = scaling.number("factor", context / original)
-    beta = scaling.number("llama_4_scaling_beta") if family.model_type == "ministral3" else 0.0
+    beta = scaling.number("llama_4_scaling_beta") if rules.scales_queries else 0.0
     scaled = replace(base, factor=factor, original_max_len=original, query_beta=beta)
     if rule == "yarn":
         return _yarn(scaling, scaled)
@@ -105,7 +115,7 @@ def _of_all(fields: Fields) -> Fields:
     return scaling
 
 
-def _of_kind(fields: Fields, family: RopeDefaults, kind: Layers) -> Fields:
+def _of_kind(fields: Fields, rules: RopeRules, kind: Layers) -> Fields:
     """Return the object for one kind of layers.
 
     `rope_scaling`, and `rope_theta` beside the object, are for layers without a window.
@@ -116,7 +126,7 @@ def _of_kind(fields: Fields, family: RopeDefaults, kind: Layers) -> Fields:
             raise parameters.error(name, "one object for each of " + ", ".join(get_args(Layers)))
     own = parameters.section(kind)
     if kind == "sliding_attention":
-        return replace(own, values={"rope_theta": family.rope_theta} | own.values)
+        return replace(own, values={"rope_theta": rules.theta} | own.values)
     return replace(scaling, values=own.values | scaling.values) if scaling.values else own
 
 
@@ -133,33 +143,18 @@ def _stretched(scaling: Fields, theta: float, head_dim: int) -> float:
     return stretched
 
 
-def _kinds(family: RopeDefaults) -> tuple[str, ...]:
-    """Return the types of scaling that a family may have.
-
-    Text has the same position on all of mrope's axes, so that it is the default there. Phi-3's old
-    names for longrope are su and yarn. Ministral 3 scales queries as well, by yarn's context.
-    """
-    if family.model_type == "ministral3":
-        return ("yarn",)
-    if family.model_type.startswith("hunyuan"):
-        return (*KINDS, "dynamic")
-    if family.model_type == "phi3":
-        return ("default", "longrope", "su", "yarn")
-    return (*KINDS, "mrope") if "_vl" in family.model_type else KINDS
-
-
-def _rotated(fields: Fields, scaling: Fields, head_dim: int, family: RopeDefaults) -> int:
+def _rotated(fields: Fields, scaling: Fields, head_dim: int, rules: RopeRules) -> int:
     """Read how many dimensions of a head are rotated."""
-    if family.rotated is None:
+    if rules.part is None:
         return head_dim
     name = "partial_rotary_factor"
     given = scaling if scaling.has(name) else fields
-    if family.model_type in ("bailing_moe", "minimax_m2") and not given.has(name):
+    if rules.has_dim and not given.has(name):
         dim = fields.integer("rotary_dim", head_dim, high=head_dim)
         if dim % 2:
             raise fields.error("rotary_dim", "an even number")
         return dim
-    part = given.number(name, family.rotated)
+    part = given.number(name, rules.part)
     dim = int(head_dim * part)
     if part > 1 or dim % 2 or not dim:
         raise given.error(name, f"a part with an even number of a head's {head_dim} dimensions")

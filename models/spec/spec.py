@@ -1,6 +1,6 @@
 """ModelSpec: the one description of a model that every backend, the loader and the planner read.
 
-`families.py` makes a ModelSpec from a checkpoint's config.json. The spec lists the weights, their
+`build.py` makes a ModelSpec from a checkpoint's config.json. The spec lists the weights, their
 names in the checkpoint, and each dimension's logical axis. A parallel layout can therefore map
 axes to ranks without knowing any names.
 

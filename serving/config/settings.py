@@ -36,18 +36,32 @@ ToolParser = Literal[
     "gemma4",
     "glm45",
     "glm47",
+    "granite",
     "hermes",
+    "hunyuan_a13b",
     "kimi_k2",
     "llama3_json",
     "llama4_pythonic",
     "minimax_m2",
     "mistral",
+    "olmo3",
     "openai",
+    "phi4_mini_json",
     "pythonic",
     "qwen3_coder",
     "seed_oss",
 ]
-ReasoningParser = Literal["auto", "none", "gemma4", "mistral", "openai_gptoss", "seed_oss", "think"]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "gemma4",
+    "granite",
+    "hunyuan_a13b",
+    "mistral",
+    "openai_gptoss",
+    "seed_oss",
+    "think",
+]
 MAX_RANKS = 64
 """Maximum ranks per engine, on all its machines together."""
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")

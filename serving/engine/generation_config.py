@@ -1,8 +1,9 @@
 """A checkpoint's sampling defaults, from generation_config.json.
 
-Without this file the fields come from config.json, as in transformers. Sources: transformers'
-`GenerationConfig`, and vLLM's `--generation-config` with the same fields. As in vLLM, `do_sample`
-is not read: temperature 0 is greedy.
+Without this file the fields come from config.json, as in transformers. A GGUF file has them in its
+metadata (`general.sampling.*`). Sources: transformers' `GenerationConfig`, and vLLM's
+`--generation-config` with the same fields. As in vLLM, `do_sample` is not read: temperature 0 is
+greedy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import msgspec
 
 from weft.errors import ConfigError, ModelError, RequestError, shown
+from weft.models.checkpoint.gguf_header import is_gguf
+from weft.models.checkpoint.gguf_model import gguf_sampling
 from weft.models.checkpoint.locate import find, read_json
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.sampling_params import NEUTRAL, SamplingDefaults, SamplingParams
@@ -46,8 +49,13 @@ NOT_FOLLOWED: dict[str, Any] = {
     "suppress_tokens": None,
     "top_h": None,
     "typical_p": 1.0,
+    "general.sampling.mirostat": 0,
+    "general.sampling.penalty_last_n": -1,
+    "general.sampling.sequence": None,
+    "general.sampling.xtc_probability": 0.0,
 }
-"""Fields with an effect in transformers and none in weft, with their defaults."""
+"""Fields with an effect in transformers, and keys with one in llama.cpp, and none in weft. With
+each, the value without an effect."""
 
 _VLLM_NAMES = {"auto": "model", "vllm": "none"}
 
@@ -60,7 +68,7 @@ class GenerationConfig:
         defaults: a value for each setting.
         source: the file with the `named` settings; None without a file.
         named: the file's settings.
-        ignored: the file's other fields with an effect in transformers.
+        ignored: the file's other fields with an effect elsewhere; see `NOT_FOLLOWED`.
     """
 
     defaults: SamplingDefaults = NEUTRAL
@@ -93,7 +101,8 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig:
         folder, source = find(config.model, config.revision), FILE
         if not (folder / FILE).is_file():  # older models have these fields in config.json
             source = "config.json"
-        path = folder / source
+        path = folder if is_gguf(folder) else folder / source
+        source = path.name
         if not path.is_file():
             return GenerationConfig()
     else:
@@ -105,7 +114,7 @@ def load_generation_config(config: EngineConfig) -> GenerationConfig:
                 f"--generation-config is {choice}; it must be model, none, or a file or directory "
                 f"with {FILE}"
             )
-    content = read_json(path)
+    content = gguf_sampling(path) if is_gguf(path) else read_json(path)
     named = {name: content[key] for name, key in FIELDS.items() if content.get(key) is not None}
     for name, value in named.items():
         try:

@@ -13,7 +13,7 @@ an error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ class Split:
     begins: bool = False
 
 
-_LLAMA3 = Split(rf"{_WORDS}|\p{{N}}{{1,3}}{_REST}", whole=True, begins=True)
+_GPT4 = Split(rf"{_WORDS}|\p{{N}}{{1,3}}{_REST}")
+_LLAMA3 = replace(_GPT4, whole=True, begins=True)
 _QWEN2 = Split(rf"{_WORDS}|\p{{N}}{_REST}", composed=True)
 SPLITS = {
     "gpt-2": Split(),
@@ -56,6 +57,7 @@ SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "glm4": _GPT4,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": Split(

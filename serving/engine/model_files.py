@@ -12,7 +12,7 @@ from weft.models.checkpoint.locate import (
     read_config,
     read_spec,
 )
-from weft.models.spec.families import unread_fields
+from weft.models.spec.build import unread_fields
 from weft.serving.config.settings import EngineConfig
 from weft.serving.engine.generation_config import GenerationConfig
 from weft.serving.engine.tokenizer import tokenizer_file

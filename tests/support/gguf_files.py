@@ -25,7 +25,12 @@ ARCHITECTURE = {
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "phi3": "phi3",
+    "glm4": "glm4",
+    "smollm3": "smollm3",
 }
+_PERMUTED = ("llama", "smollm3")
+"""Architectures with each head's rows in the order for neighbouring pairs, by the converter."""
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -43,6 +48,8 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -50,6 +57,7 @@ _PARTS = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 _EXPERTS = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -68,6 +76,7 @@ def write_gguf(
     pre: str = "gpt-2",
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
+    tensors_each: int = 0,
 ) -> tuple[Path, Path]:
     """Write the checkpoint `source` as a GGUF file, and dequantised as safetensors.
 
@@ -78,15 +87,16 @@ def write_gguf(
         pre: the tokenizer's split.
         change: adds metadata.
         extra: more tensors, as they are.
+        tensors_each: splits the model into files with as many tensors; 0 for one file.
 
     Returns:
-        The file and the folder.
+        The file, the first of several, and the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, plain = folder / "m.gguf", folder / "plain"
     config = json.loads((source / "config.json").read_text())
     family = config["model_type"]
-    writer = gguf.GGUFWriter(file, ARCHITECTURE[family])
+    writer = gguf.GGUFWriter(file, ARCHITECTURE[family], split_max_tensors=tensors_each)
     _write_config(writer, config, family)
     write_tokenizer(writer, source, pre)
     if change is not None:
@@ -103,7 +113,7 @@ def write_gguf(
         own = kind if matrix and tensor.shape[-1] % block == 0 else Type.F32
         packed, held[name] = _packed(tensor.numpy(), own, generator)
         stored = _name(name)
-        if ARCHITECTURE[family] == "llama" and (".attn_q." in stored or ".attn_k." in stored):
+        if ARCHITECTURE[family] in _PERMUTED and (".attn_q." in stored or ".attn_k." in stored):
             packed = _for_neighbours(packed, heads[".attn_k." in stored])
         if "ffn_gate_inp_shexp" in stored:
             packed = packed[0]
@@ -125,7 +135,7 @@ def write_gguf(
     save_file(
         {name: tensor.contiguous() for name, tensor in held.items()}, plain / "model.safetensors"
     )
-    return file, plain
+    return (min(folder.glob("m-*.gguf")) if tensors_each else file), plain
 
 
 def _in_order(name: str) -> list[int | str]:
@@ -178,7 +188,7 @@ def _name(name: str) -> str:
     part, _, end = rest.rpartition(".")
     if ".experts." in part:
         return f"blk.{layer}.{_EXPERTS[part.rpartition('.')[2]]}.{end}"
-    return f"blk.{layer}.{_PARTS[part]}.{end}"
+    return f"blk.{layer}.{(_PARTS | _GLM4)[part]}.{end}"
 
 
 def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -> None:
@@ -193,7 +203,12 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) 
     if head_dim := config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(head_dim)
+    head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
+    rotated = int(head_dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
+    if family == "phi3":
+        writer.add_sliding_window(config["sliding_window"] or 0)
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])

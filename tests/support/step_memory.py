@@ -29,7 +29,7 @@ from weft.kernels.symmetric.absent import AbsentGpu
 from weft.models.interface import Size
 from weft.models.memory.activations import LargestStep, triton_activations
 from weft.models.memory.plan import Recordings
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.torch.dry import META, DryModel, Sizes
 from weft.models.torch.graphs import Buffers

@@ -10,7 +10,7 @@ from pathlib import Path
 import model_coverage as coverage
 import pytest
 
-from weft.models.spec.families import ARCHITECTURES
+from weft.models.spec.families.registry import ARCHITECTURES
 
 TABLE = """# a comment
 model\tneeds\tweight

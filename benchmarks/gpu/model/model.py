@@ -19,7 +19,7 @@ from weft.kernels.packed import PackedMatrix
 from weft.kernels.symmetric.memory import Home
 from weft.models.interface import SlotSampling, StepInput
 from weft.models.memory.plan import Recordings
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec, WeightSpec
 from weft.models.torch.exchange import Exchange, Plain

@@ -57,7 +57,7 @@ class CallReader(Reader):
     def end(self) -> str:
         """End the answer within calls; returns the text outside calls, for content."""
         if self._form.syntax == "python":
-            calls = python_calls(self.text(0), self._tools, self._form.marks)
+            calls = self._calls_in(self.text(0))
             for name, arguments in calls or ():
                 self.out += (CallStart(name), Arguments(arguments))
             return "" if calls else self.text(0)
@@ -69,15 +69,18 @@ class CallReader(Reader):
         """Read JSON objects with a name and arguments. A closing mark may be missing."""
         form = self._form
         opening, closing = form.first.partition("{")[0], form.call[2].partition("}")[2].strip()
+        bracket, after = form.section[1][:1], form.section[1][1:]
         if form.newer is not None and (yield from self.skip_space()) != "[":
             self._form = form.newer
             yield from self._named()
             return
         again = form.separator.strip() or form.mark
-        ends = [text for text in (closing, form.section[1]) if text]
+        ends = [text for text in (closing, bracket) if text]
         yield from self.literal(opening.removeprefix(form.mark))
         while (yield from self._object(closing)):
             if (yield from self.choose(again, *ends)) in ends:
+                self.forget()
+                yield from self.literal(after)
                 return
             self.complete = False
 
@@ -283,7 +286,15 @@ class CallReader(Reader):
                     self.argue(", " if mark == "," else "]")
 
     def _python(self) -> Steps:
-        """Read `[f(x=1), g()]`, the whole answer; `end` parses it."""
+        """Read a section of calls; or `[f(x=1), g()]`, the whole answer, which `end` parses."""
+        if self._form.mark:
+            yield from self._all(self._form.section[1])
+            calls = self._calls_in(self.text(0))
+            _require(bool(calls))
+            for name, arguments in calls or ():
+                self.start(name, arguments)
+                self.end_call()
+            return
         char = yield from self.skip_space()
         if self._form.marks and char == "<":
             yield from self.choose(self._form.marks[0])
@@ -296,6 +307,14 @@ class CallReader(Reader):
         _require(char == "(")
         while True:
             yield
+
+    def _calls_in(self, text: str) -> list[tuple[str, str]] | None:
+        """Return the names and arguments of calls in Python's syntax; see `python_calls`."""
+        form = self._form
+        if not form.mark:
+            return python_calls(text, self._tools, form.marks)
+        lines = text.partition(form.mark)[2].removesuffix(form.section[1]).split("\n")
+        return python_calls(f"[{','.join(filter(None, map(str.strip, lines)))}]")
 
     def _checked(self, name: str) -> str:
         """Return a name if a call may have it."""
@@ -336,7 +355,7 @@ class CallReader(Reader):
 
 
 def python_calls(
-    text: str, tools: Tools, marks: tuple[str, ...] = ()
+    text: str, tools: Tools | None = None, marks: tuple[str, ...] = ()
 ) -> list[tuple[str, str]] | None:
     """Read calls in Python's list syntax: `[f(x=1), g(y="z")]`.
 
@@ -344,7 +363,7 @@ def python_calls(
 
     Args:
         text: a Python expression; it is parsed and never executed.
-        tools: functions for the model.
+        tools: functions for the model, if only calls to them count.
         marks: optional marks before and after the list.
 
     Returns:
@@ -362,10 +381,10 @@ def python_calls(
         return None
     if not isinstance(node, ast.List) or not node.elts:
         return None
-    calls = [_python_call(element) for element in node.elts]
-    if any(call is None or call[0] not in tools for call in calls):
+    calls = [call for element in node.elts if (call := _python_call(element)) is not None]
+    if len(calls) < len(node.elts) or any(tools is not None and c[0] not in tools for c in calls):
         return None
-    return [call for call in calls if call is not None]
+    return calls
 
 
 def _python_call(node: ast.expr) -> tuple[str, str] | None:
@@ -373,7 +392,8 @@ def _python_call(node: ast.expr) -> tuple[str, str] | None:
         return None
     try:
         values = {str(k.arg): ast.literal_eval(_Words().visit(k.value)) for k in node.keywords}
-        return ast.unparse(node.func), json.dumps(values, allow_nan=False)
+        name = ast.unparse(node.func)
+        return (name, json.dumps(values, allow_nan=False)) if NAME.fullmatch(name) else None
     except (ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -43,8 +43,8 @@ class ToolFormat:
     Attributes:
         syntax: "object" for a JSON object with name and arguments; "json" for a name and JSON;
             "parameters" for a name and parameters one by one; "gemma" for a name and an object
-            with texts between `quote`; "python" for Python calls in a list; "harmony" for
-            messages in channels.
+            with texts between `quote`; "python" for Python calls in a list, or on lines in a
+            section; "harmony" for messages in channels.
         call, section, separator: see above.
         name: how a name is written: %s is the name, %d a number.
         parameters: how parameters are written, for the syntax "parameters".
@@ -90,6 +90,7 @@ class ReasoningFormat:
         open, close: the texts around a thought.
         marks: texts, possibly special tokens.
         sign: a text in the family's chat templates.
+        answer: texts around the answer behind a thought, if the family has them.
         channels: thoughts are messages in harmony's channel "analysis".
     """
 
@@ -97,6 +98,7 @@ class ReasoningFormat:
     close: str
     marks: tuple[str, ...]
     sign: str
+    answer: tuple[str, str] = ("", "")
     channels: bool = False
 
     def opened_by(self, prompt: str) -> bool:
@@ -265,6 +267,41 @@ TOOL_FORMATS = {
         newer=ToolFormat("json", ("[TOOL_CALLS]", "[ARGS]", ""), mark="[TOOL_CALLS]"),
         newer_token="[ARGS]",
     ),
+    "hunyuan_a13b": ToolFormat(
+        "object",
+        ('{"name": "', '", "arguments": ', "}"),
+        ("<tool_calls>[", "]</tool_calls>"),
+        separator=", ",
+        mark="<tool_calls>",
+        marks=("<tool_calls>", "</tool_calls>"),
+        signs=("<tool_calls>[",),
+    ),
+    "granite": ToolFormat(
+        "object",
+        ('{"name": "', '", "arguments": ', "}"),
+        ("<|tool_call|>[", "]"),
+        separator=", ",
+        mark="<|tool_call|>",
+        marks=("<|tool_call|>",),
+        signs=("<|tool_call|>",),
+        absent=("<tool_call>",),
+    ),
+    "phi4_mini_json": ToolFormat(
+        "object",
+        ('{"name": "', '", "arguments": ', "}"),
+        ("functools[", "]"),
+        separator=", ",
+        mark="functools[",
+        signs=("functools[",),
+    ),
+    "olmo3": ToolFormat(
+        "python",
+        section=("<function_calls>", "</function_calls>"),
+        separator="\n",
+        mark="<function_calls>",
+        marks=("<function_calls>", "</function_calls>"),
+        signs=("<function_calls>", "</functions>"),
+    ),
     "hermes": ToolFormat(
         "object",
         ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
@@ -314,6 +351,13 @@ REASONING_FORMATS = {
     ),
     "gemma4": ReasoningFormat(
         "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>"), "<channel|>"
+    ),
+    "hunyuan_a13b": ReasoningFormat(
+        *("<think>", "</think>", ("<think>", "</think>"), "<|extra_0|>"),
+        answer=("<answer>", "</answer>"),
+    ),
+    "granite": ReasoningFormat(
+        *("Here is my thought process:", "Here is my response:", (), "Here is my response:")
     ),
     "think": ReasoningFormat("<think>", "</think>", ("<think>", "</think>"), "</think>"),
     "seed_oss": ReasoningFormat(

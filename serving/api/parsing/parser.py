@@ -131,9 +131,10 @@ class AnswerFormat:
                 HarmonyParser(prompt, offered or {}, thoughts=channels, parallel=parallel)
             )
         place = "after" if thoughts is None else thoughts.place(prompt, continued)
-        if thoughts is not None and not thoughts.channels and place != "after":
+        if thoughts is not None and not thoughts.channels:
             call = calls.mark if calls is not None and calls.ends_thought else ""
-            stages.append(ReasoningParser(thoughts, opened=place == "within", call=call))
+            if place != "after" or thoughts.answer[0]:
+                stages.append(ReasoningParser(thoughts, place=place, call=call))
         if calls is not None and tools and calls.syntax != "harmony":
             stages.append(ToolCallParser(calls, tools, parallel=parallel))
         return AnswerParser(stages)

@@ -126,6 +126,9 @@ def after_thought(
         before = sequence(thought, more) if opened else more
     else:
         before = sequence(thought, regex("\\n{0,2}"))
+        if form.answer[0]:  # the answer ends with the grammar, without its closing text
+            answer = sequence(literal(form.answer[0], tokens), regex("\\n?"))
+            before = sequence(before, optional(answer))
         if not opened:
             before = optional(sequence(literal(form.open, tokens), before))
     return msgspec.structs.replace(grammar, before=json.dumps(before))

@@ -14,7 +14,7 @@ from support.large_models import GLM4_MOE, MINIMAX_M2
 from tpu_steps import LLAMA_8B, QWEN3_MOE
 
 from weft.models.memory.activations import LargestStep, cpu_activations, jax_activations
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 
 QWEN_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

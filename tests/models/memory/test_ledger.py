@@ -16,7 +16,7 @@ from weft.models.checkpoint.locate import read_spec
 from weft.models.memory.activations import LargestStep, cpu_activations, triton_activations
 from weft.models.memory.ledger import GIB, MIB, Ledger, human_bytes
 from weft.models.memory.plan import RECORDING, MemoryPlan, Recordings, copies_bytes
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import DTYPE_BYTES, FP8_CACHE, MoeSpec
 

@@ -11,11 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 from support.recorded_config import Recorder
 from transformers import CONFIG_MAPPING, cache_utils, masking_utils, modeling_rope_utils
 from transformers.integrations import moe
 
 from weft.errors import ModelError
+from weft.models.spec.build import build_spec
 from weft.models.spec.config_table import (
     HARMLESS,
     HARMLESS_BY,
@@ -33,13 +35,16 @@ from weft.models.spec.config_table import (
     rope_effect,
     unread,
 )
-from weft.models.spec.families import ALL_FAMILIES, FAMILIES, WRAPPERS, build_spec
+from weft.models.spec.families.registry import ALL_FAMILIES, FAMILIES, WRAPPERS
+from weft.models.spec.spec import ModelSpec
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "vocab_size": 320,
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -83,7 +88,7 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     for variant in VARIANTS:
         recorded = {name: Recorder(variant.get(name, {})) for name in ROPE_SECTIONS}
         sections: dict[str, dict[str, Any]] = dict(recorded)
-        if (alone := ALONE.get(model_type)) and FAMILIES[alone].ropes_by_kind:
+        if (alone := ALONE.get(model_type)) and FAMILIES[alone].rope.by_kind:
             sections["rope_parameters"] = {"full_attention": recorded["rope_parameters"]}
         text = Recorder(SIZES | variant | sections)
         if alone:
@@ -100,10 +105,64 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
     yarn = {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
     llama3 = {"low_freq_factor", "high_freq_factor"}
     longrope = {"short_factor", "long_factor"}
-    not_read = {"phi3": yarn | llama3, "ministral3": llama3 | longrope}.get(model_type, set())
+    not_read = {
+        "phi3": yarn | llama3 | {"original_max_position_embeddings"},
+        "ministral3": llama3 | longrope,
+    }.get(model_type, set())
     not_read |= set() if model_type.startswith("hunyuan") else {"alpha"}
     not_read |= set() if model_type == "ministral3" else {"llama_4_scaling_beta"}
     assert of_rope == ROPE_READ - not_read
+
+
+def described(model_type: str, text: dict[str, Any]) -> ModelSpec:
+    """Describe a model with a language model's fields."""
+    if alone := ALONE.get(model_type):
+        return build_spec(text | {"architectures": [alone]}, Path("config.json"))
+    config = {"architectures": [WRAPPED[model_type]], "text_config": text}
+    return build_spec(config, Path("config.json"))
+
+
+def described_unless_missing(model_type: str, text: dict[str, Any]) -> ModelSpec | None:
+    """Describe a model; return None if a field is refused because it is missing or null."""
+    try:
+        return described(model_type, text)
+    except ModelError as error:
+        if re.search("is missing|is null|as sliding_window says", str(error)):
+            return None
+        raise
+
+
+@known_families
+@pytest.mark.parametrize("given", [{}, {"use_sliding_window": True, "sliding_window": 9}])
+def test_an_absent_field_means_what_transformers_means(
+    model_type: str, given: dict[str, Any]
+) -> None:
+    """And so does null, where transformers takes it. A size may be refused as missing."""
+    known = READ | READ_BY[model_type]
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes |= {"hidden_size": 512, "num_attention_heads": 32}  # 32 query heads fit all defaults
+    window = known if model_type != "qwen2_moe" else ()  # which weft refuses there
+    given = {name: value for name, value in given.items() if name in window}
+    theirs = type(CONFIG_MAPPING[model_type]())
+    whole = theirs(**sizes | given).to_dict()
+    # A wrapper's own class says whether its text model is tied; some fields have two names.
+    skipped = {"tie_word_embeddings"} if model_type in WRAPPED else set()
+    skipped |= {"architectures", "model_type", "num_experts", "num_local_experts"}
+    skipped |= set(theirs.attribute_map)
+    compared = set()
+    for name in known - skipped:
+        rope = dict(whole["rope_parameters"] or {})
+        rope.pop(name, None)
+        rest = {other: whole[other] for other in whole if other not in (name, "architectures")}
+        rest |= {} if name == "rope_parameters" else {"rope_parameters": rope}
+        for config in (rest, rest | {name: None}):
+            if (spec := described_unless_missing(model_type, config)) is None:
+                continue
+            with suppress(StrictDataclassError):
+                assert spec == described(model_type, theirs(**config).to_dict()), name
+                compared.add(name)
+    optional = {"head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"}
+    assert compared >= optional | {"rope_theta", "dtype"}
 
 
 def source_of(*modules: ModuleType | type) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weft.models.spec.families import build_spec
+from weft.models.spec.build import build_spec
 
 MODELS: dict[str, tuple[float, dict[str, Any]]] = {
     "glm-4.5": (

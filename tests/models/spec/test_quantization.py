@@ -24,8 +24,8 @@ from support.recorded_config import Recorder
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from weft.errors import ModelError
+from weft.models.spec.build import build_spec, unread_fields
 from weft.models.spec.config_fields import Fields
-from weft.models.spec.families import build_spec, unread_fields
 from weft.models.spec.quantization import (
     METHODS,
     Quantization,

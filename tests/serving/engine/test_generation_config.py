@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from support.checkpoints import make_checkpoint
+from support.gguf_files import write_gguf
 from support.server import start_server
 from transformers import AutoModelForCausalLM
 
@@ -85,6 +86,21 @@ def test_without_the_file_config_json_has_the_fields(tmp_path: Path) -> None:
         assert getattr(found.defaults, name) == getattr(theirs, field) == VALUES[field]
         assert field in READ_FOR_TEXT
     assert load(path, "none") == NEUTRAL
+
+
+def test_a_gguf_file_has_them_in_its_metadata(checkpoint: Path, tmp_path: Path) -> None:
+    def change(writer: Any) -> None:
+        writer.add_sampling_temp(0.6)
+        writer.add_sampling_penalty_repeat(1.05)
+        writer.add_sampling_mirostat(2)
+        writer.add_sampling_xtc_probability(0.0)
+
+    file, _ = write_gguf(checkpoint, tmp_path, change=change)
+    found = load_generation_config(EngineConfig(str(file)))
+    assert found.defaults == SamplingDefaults(temperature=0.6, repetition_penalty=1.05)
+    assert found.described()["temperature"] == {"value": 0.6, "source": "m.gguf"}
+    assert found.ignored == ("general.sampling.mirostat",)
+    assert load(file, "none") == NEUTRAL
 
 
 def test_another_file(tmp_path: Path) -> None:

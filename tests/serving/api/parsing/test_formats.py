@@ -93,6 +93,13 @@ WRITTEN = {
     "<end_function_call><start_function_call>call:timer{seconds:60}<end_function_call>",
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bad Ems", "days": 3}}, '
     '{"name": "timer", "arguments": {"seconds": 60}}]',
+    "hunyuan_a13b": '<tool_calls>[{"name": "weather", "arguments": {"city": "Bad Ems", "days": 3}}'
+    ', {"name": "timer", "arguments": {"seconds": 60}}]</tool_calls>',
+    "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bad Ems", "days": 3}}, '
+    '{"name": "timer", "arguments": {"seconds": 60}}]',
+    "phi4_mini_json": 'functools[{"name": "weather", "arguments": {"city": "Bad Ems", "days": 3}}, '
+    '{"name": "timer", "arguments": {"seconds": 60}}]',
+    "olmo3": '<function_calls>weather(city="Bad Ems", days=3)\ntimer(seconds=60)</function_calls>',
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Bad Ems", "days": 3}}\n'
     '</tool_call>\n<tool_call>\n{"name": "timer", "arguments": {"seconds": 60}}\n</tool_call>',
     "llama4_pythonic": '[weather(city="Bad Ems", days=3), timer(seconds=60)]',
@@ -119,6 +126,10 @@ TEMPLATES = {
     "gemma4": "<|tool_call>call:{{ name }}",
     "functiongemma": "<start_function_call>call:{{ name }}",
     "mistral": "[TOOL_CALLS]{{ calls }}[/INST]",
+    "hunyuan_a13b": '<tool_calls>[{"name": "func_name1", "arguments": {"argument1": "value1"}',
+    "granite": "respond with <|tool_call|> followed by a JSON list of tools used",
+    "phi4_mini_json": 'formatted as functools[{"name": [function name], "arguments": ',
+    "olmo3": "<functions>' + tools + '</functions>' ... within <function_calls></function_calls>",
     "hermes": '<tool_call>\\n{"name": ',
     "llama4_pythonic": "<|header_start|> [func_name1(params_name1=params_value1)]",
     "pythonic": "[func_name1(params_name1=params_value1)]",
@@ -188,6 +199,8 @@ def test_a_template_shows_its_format_for_thoughts() -> None:
     assert reasoning_format_in("{{ '</think>' }}") == "think"
     assert reasoning_format_in("<|channel|>analysis") == "openai_gptoss"
     assert reasoning_format_in("[/THINK]") == "mistral"
+    assert reasoning_format_in("<|extra_0|>{{ '<think>\\n\\n</think>\\n' }}") == "hunyuan_a13b"
+    assert reasoning_format_in("write your response after 'Here is my response:'") == "granite"
     assert reasoning_format_in("{{ '</seed:think>' }}") == "seed_oss"
     assert reasoning_format_in("<|channel>thought{{ text }}<channel|>") == "gemma4"
     assert reasoning_format_in("{{ messages }}") == "none"
@@ -256,6 +269,9 @@ def test_mistrals_newer_format(tokenizer: Tokenizer) -> None:
         ("think", "kimi_k2", "Hi.<think>", ""),
         ("mistral", "mistral", "Hi.", "[THINK]"),
         ("seed_oss", "seed_oss", "Hi.", "<seed:think>"),
+        ("granite", "granite", "Hi.", "Here is my thought process:"),
+        ("hunyuan_a13b", "hunyuan_a13b", "Hi.", "<think>\n"),
+        ("think", "olmo3", "Hi.<think>", ""),
         ("gemma4", "gemma4", "Hi.", "<|channel>thought\n"),
         ("openai_gptoss", "openai", "<|start|>assistant", "<|channel|>analysis<|message|>"),
     ],
@@ -264,7 +280,8 @@ def test_a_thought_before_calls(
     tokenizer: Tokenizer, reasoning: str, form: str, prompt: str, opening: str
 ) -> None:
     answer = AnswerFormat(tokenizer, form, reasoning)
-    text = f"{opening}hm{REASONING_FORMATS[reasoning].close}{WRITTEN[form]}"
+    thoughts = REASONING_FORMATS[reasoning]
+    text = f"{opening}hm{thoughts.close}{thoughts.answer[0]}{WRITTEN[form]}"
     forced = answer.after_thought(calls_only(form, TOOLS, several=True, tokens={}), prompt)
     assert admits(forced, text)
     assert not admits(forced, text.replace("3", "many", 1))

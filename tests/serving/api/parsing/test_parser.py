@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizers import write_byte_level
 
-from weft.serving.api.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from weft.serving.api.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Place
 from weft.serving.api.parsing.parser import AnswerFormat, AnswerParser, Stage
 from weft.serving.api.parsing.pieces import Answer, Arguments, Call, CallStart, Content, merged
 from weft.serving.api.parsing.reasoning import ReasoningParser
@@ -27,7 +27,9 @@ NAMES = ("f", "get_weather")
 TOOLS: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
 MARKS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>",
-    "<think>", "</think>", "[THINK]", "[/THINK]",
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<answer>", "</answer>",
+    "Here is my thought process:", "Here is my response:", "<tool_calls>[", "</tool_calls>",
+    "<|tool_call|>", "functools[", "<function_calls>", "</function_calls>",
 )  # fmt: skip
 PARTS = (
     *MARKS, '{"name": "f", "arguments": {', '{"name": "f", "parameters": {}}', '"arguments": ',
@@ -42,7 +44,9 @@ JSON = st.recursive(
 TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14).map("".join) | (
     # What begins like a call, and goes wrong somewhere.
     st.tuples(
-        st.sampled_from(["", "<tool_call>", "[TOOL_CALLS][", "[TOOL_CALLS]f[ARGS]", " "]),
+        st.sampled_from(
+            ["", "<tool_call>", "[TOOL_CALLS][", "[TOOL_CALLS]f[ARGS]", " ", "functools["]
+        ),
         JSON.map(lambda value: json.dumps({"name": "f", "arguments": {"x": value}})),
         st.integers(0, 60),
         st.sampled_from(PARTS) | st.text(max_size=2),
@@ -51,11 +55,12 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14).map(
 
 
 def make(tools: str | None, reasoning: str | None = None, **settings: bool) -> AnswerParser:
-    """A parser; `opened` and `parallel` as the parts have them."""
-    opened = settings.pop("opened", False)
+    """A parser; `parallel` as the part has it. The prompt ends within or after a thought."""
+    place: Place = "within" if settings.pop("opened", False) else "before"
+    place = "after" if settings.pop("closed", False) else place
     stages: list[Stage] = []
     if reasoning is not None:
-        stages.append(ReasoningParser(REASONING_FORMATS[reasoning], opened=opened))
+        stages.append(ReasoningParser(REASONING_FORMATS[reasoning], place=place))
     if tools is not None:
         stages.append(ToolCallParser(TOOL_FORMATS[tools], TOOLS, **settings))
     return AnswerParser(stages)
@@ -81,7 +86,7 @@ def cut(text: str, cuts: list[int]) -> Iterator[str]:
     text=TEXTS,
     tools=st.sampled_from([None, *TOOL_FORMATS]),
     reasoning=st.sampled_from([None, *REASONING_FORMATS]),
-    opened=st.booleans(),
+    place=st.sampled_from(["opened", "closed", ""]),
     parallel=st.booleans(),
     cuts=st.lists(st.integers(0, 200), max_size=20),
 )
@@ -89,12 +94,13 @@ def test_streamed_equals_unstreamed(
     text: str,
     tools: str | None,
     reasoning: str | None,
-    opened: bool,
+    place: str,
     parallel: bool,
     cuts: list[int],
 ) -> None:
     def fresh() -> AnswerParser:
-        how = {"opened": opened} | ({} if tools is None else {"parallel": parallel})
+        how = {place: True} if place else {}
+        how |= {} if tools is None else {"parallel": parallel}
         return make(tools, reasoning, **how)
 
     whole = parse(fresh(), text)
@@ -131,6 +137,15 @@ def test_calls_come_back_as_they_were_written(
             for c in written
         ),
         "mistral": f"{content}[TOOL_CALLS]["
+        + ", ".join(f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in written)
+        + "]",
+        "granite": f"{content}<|tool_call|>["
+        + ", ".join(f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in written)
+        + "]",
+        "hunyuan_a13b": f"{content}\n<tool_calls>\n["
+        + ",\n".join(f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in written)
+        + "]\n</tool_calls>",
+        "phi4_mini_json": f"{content} functools["
         + ", ".join(f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in written)
         + "]",
         "llama3_json": f"{content}<|python_tag|>"
@@ -292,6 +307,64 @@ def test_calls_after_the_first_are_left_out_if_there_may_be_one() -> None:
 def test_reasoning(text: str, opened: bool, reasoning: str, content: str) -> None:
     answer = parse(make("hermes", "think", opened=opened), *text)
     assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n<answer>\nhello\n</answer>", "", "hm", "hello"),
+        ("hm\n</think>\n<answer>\nhello\n</answer>\n", "opened", "hm", "hello"),
+        ("<answer>\nhello\n</answer>", "closed", "", "hello"),
+        ("<answer>hello", "", "", "hello"),
+        ("<answer>hello </answ", "closed", "", "hello </answ"),
+        ("<think>hm</think> <answ", "", "hm", "<answ"),
+        ("<think>hm</think>hello </answer>", "", "hm", "hello </answer>"),
+        (" hello <answer>you</answer>", "closed", "", " hello <answer>you</answer>"),
+        ("<answer>a</answer> b </answer>", "closed", "", "ab </answer>"),
+        (" <thin", "", "", " <thin"),
+    ],
+)
+def test_an_answer_between_texts_of_its_own(
+    text: str, place: str, reasoning: str, content: str
+) -> None:
+    how = {place: True} if place else {}
+    for chunks in ([text], list(text)):
+        answer = parse(make("hunyuan_a13b", "hunyuan_a13b", **how), *chunks)
+        assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+def test_calls_in_an_answer_between_texts_of_its_own() -> None:
+    call = f"<tool_calls>[{CALL}]</tool_calls>"
+    text = f"<think>\nhm\n</think>\n<answer>\n{call}\n</answer>"
+    for chunks in ([text], list(text)):
+        answer = parse(make("hunyuan_a13b", "hunyuan_a13b"), *chunks)
+        assert parts(answer) == ("", "hm", [Call("f", '{"x": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names"),
+    [
+        ('<function_calls>f(x="a\\n", y=null)\n\n get_weather()\n</function_calls> ok', " ok", 2),
+        ("<function_calls>\nother(x=[1, {'a': true}])</function_calls>", "", 1),
+        ("<function_calls>f(x=1)", "", 1),
+        ("a <function_calls>f(x=</function_calls> b", None, 0),
+        ("a <function_calls>f(1)</function_calls> b", None, 0),
+        ("a <function_calls>f[0](x=1)</function_calls> b", None, 0),
+        ("a <function_calls></function_calls> b", None, 0),
+        ("a <function_calls>f(x=1", None, 0),
+    ],
+)
+def test_lines_of_python_calls(text: str, content: str | None, names: int) -> None:
+    for chunks in ([text], list(text)):
+        answer = parse(make("olmo3"), *chunks)
+        assert answer.content == (text if content is None else content)
+        assert len(answer.calls) == names
+        assert all(json.loads(call.arguments) is not None for call in answer.calls)
+
+
+def test_text_behind_a_section_without_its_end_is_content() -> None:
+    text = f"<tool_calls>[{CALL}] and more"
+    assert one(text, "hunyuan_a13b") == (" and more", [("f", '{"x": 1}')])
 
 
 def test_a_call_within_a_thought_is_a_thought() -> None:

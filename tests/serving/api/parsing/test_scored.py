@@ -28,7 +28,8 @@ PARTS = (
 def make(
     tools: str | None = "hermes", *, opened: bool = False, parallel: bool = True
 ) -> list[Stage]:
-    stages: list[Stage] = [ReasoningParser(REASONING_FORMATS["think"], opened=opened)]
+    thoughts = ReasoningParser(REASONING_FORMATS["think"], place="within" if opened else "before")
+    stages: list[Stage] = [thoughts]
     if tools is not None:
         stages.append(ToolCallParser(TOOL_FORMATS[tools], {"f": {}}, parallel=parallel))
     return stages

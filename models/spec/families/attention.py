@@ -1,0 +1,78 @@
+"""Parts of attention that several families read: windows, and Hunyuan's norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from weft.errors import ModelError
+from weft.models.spec.config_fields import Fields
+from weft.models.spec.decoder import Decoder
+from weft.models.spec.spec import AttentionSpec, LayerSpec
+
+
+def read_window(fields: Fields, default: int | None) -> int | None:
+    """Read the sliding window: null means none, an absent field means `default`."""
+    if fields.values.get("sliding_window", default) is None:
+        return None
+    return fields.integer("sliding_window", default)
+
+
+def layer_types(fields: Fields, decoder: Decoder) -> list[Any]:
+    """Read each layer's attention kind; the field is not absent."""
+    kinds = fields.array("layer_types")
+    if len(kinds) != decoder.layers:
+        raise ModelError(
+            f"{fields.source}: layer_types has {len(kinds)} entries; it must have one for each of "
+            f"the {decoder.layers} layers"
+        )
+    return kinds
+
+
+def check_layer_types(fields: Fields, decoder: Decoder, layers: Sequence[LayerSpec]) -> None:
+    """Refuse `layer_types` that do not agree with the layers' windows."""
+    if not fields.has("layer_types"):
+        return
+    for i, (kind, layer) in enumerate(zip(layer_types(fields, decoder), layers, strict=True)):
+        full = layer.attention.sliding_window is None
+        if kind != (wanted := "full_attention" if full else "sliding_attention"):
+            raise fields.error("layer_types", f"{wanted} in layer {i}, as sliding_window says")
+
+
+def is_sliding(fields: Fields, decoder: Decoder, i: int, period: int) -> bool:
+    """Tell whether layer i has a window: by `layer_types`, or else all but each period's last."""
+    if fields.has("layer_types"):
+        return bool(layer_types(fields, decoder)[i] == "sliding_attention")
+    return (i + 1) % period != 0
+
+
+def qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
+    """Read layer i's window; it applies by `layer_types`, or else from `max_window_layers` on."""
+    sliding = fields.flag("use_sliding_window", False)
+    window = read_window(fields, default=4096) if sliding else None
+    if not fields.has("layer_types"):
+        if window is None or i < fields.integer("max_window_layers", 28, low=0):
+            return None
+        return window
+    kinds = layer_types(fields, decoder)
+    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        raise fields.error("layer_types", "full_attention or sliding_attention in each layer")
+    if kinds[i] == "full_attention":
+        return None
+    if window is None:
+        raise fields.error("layer_types", "full_attention in all layers without a sliding window")
+    return window
+
+
+def hunyuan_attention(fields: Fields, decoder: Decoder, i: int) -> AttentionSpec:
+    """Describe layer i's attention in both of Hunyuan's families."""
+    bias = fields.flag("attention_bias", False)
+    return decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        norm="rotated head",
+        norm_names=("query_layernorm", "key_layernorm"),
+        rope=replace(decoder.rope, amplitude=1.0),  # the norms after it remove any other
+    )

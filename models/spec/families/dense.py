@@ -1,0 +1,177 @@
+"""The families with one MLP in each layer, one function each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.models.spec.config_fields import Fields
+from weft.models.spec.decoder import AFTER, Decoder
+from weft.models.spec.families.attention import (
+    hunyuan_attention,
+    is_sliding,
+    layer_types,
+    qwen_window,
+    read_window,
+)
+from weft.models.spec.spec import LayerSpec, ModelSpec
+
+
+def llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    return decoder.layer(
+        i,
+        decoder.attention(i, qkv_bias=bias, o_bias=bias),
+        decoder.mlp(i, bias=fields.flag("mlp_bias", False)),
+    )
+
+
+def granite(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias, factor = fields.flag("attention_bias", False), fields.number("residual_multiplier", 1.0)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
+    mlp = decoder.mlp(i, bias=fields.flag("mlp_bias", False))
+    return decoder.layer(
+        i,
+        replace(
+            attention,
+            o=attention.o.scaled(factor),
+            scale=fields.number("attention_multiplier", 1.0),
+        ),
+        replace(mlp, down=mlp.down.scaled(factor)),
+    )
+
+
+def scaled_ends(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Scale Granite's embedding, and its logits by the LM head or, if it is tied, by the norm."""
+    factor = fields.number("embedding_multiplier", 1.0)
+    divisor = fields.number("logits_scaling", 1.0)
+    spec = replace(spec, embedding=replace(spec.embedding, scale=factor))
+    if spec.lm_head is not None:
+        return replace(spec, lm_head=replace(spec.lm_head, scale=1 / divisor))
+    norm = replace(spec.norm.weight, scale=1 / (factor * divisor))
+    return replace(spec, norm=replace(spec.norm, weight=norm))
+
+
+def mistral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = read_window(fields, default=4096)
+    return decoder.layer(i, decoder.attention(i, window=window), decoder.mlp(i))
+
+
+def ministral3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = read_window(fields, default=None)
+    return decoder.layer(i, decoder.attention(i, window=window), decoder.mlp(i))
+
+
+def qwen2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = qwen_window(fields, decoder, i)
+    return decoder.layer(i, decoder.attention(i, qkv_bias=True, window=window), decoder.mlp(i))
+
+
+def qwen3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = qwen_window(fields, decoder, i)
+    bias = fields.flag("attention_bias", False)
+    return decoder.layer(
+        i,
+        decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head", window=window),
+        decoder.mlp(i),
+    )
+
+
+def qwen3_vl(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head")
+    return decoder.layer(i, attention, decoder.mlp(i))
+
+
+def phi3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window = read_window(fields, default=None)
+    attention = decoder.attention(i, window=window, fused="qkv_proj")
+    return decoder.layer(i, attention, decoder.mlp(i, fused="gate_up_proj"))
+
+
+def glm(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(i, qkv_bias=fields.flag("attention_bias", True))
+    return decoder.layer(i, attention, decoder.mlp(i, fused="gate_up_proj"))
+
+
+def glm4(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(i, qkv_bias=fields.flag("attention_bias", True))
+    norms = (
+        *("input_layernorm", "post_self_attn_layernorm"),
+        *("post_attention_layernorm", "post_mlp_layernorm"),
+    )
+    return decoder.layer(i, attention, decoder.mlp(i, fused="gate_up_proj"), norms)
+
+
+def ernie(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("use_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
+    return decoder.layer(i, attention, decoder.mlp(i, bias=bias))
+
+
+def hunyuan(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    return decoder.layer(i, hunyuan_attention(fields, decoder, i), decoder.mlp(i))
+
+
+def seed_oss(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    attention = decoder.attention(
+        i,
+        qkv_bias=fields.flag("attention_bias", True),
+        o_bias=fields.flag("attention_out_bias", False),
+    )
+    return decoder.layer(i, attention, decoder.mlp(i, bias=fields.flag("mlp_bias", False)))
+
+
+def smollm3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    interval = fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.array("no_rope_layers") or [
+        int((layer + 1) % interval != 0) for layer in range(decoder.layers)
+    ]
+    if len(rotated) != decoder.layers or any(each not in (0, 1) for each in rotated):
+        raise fields.error("no_rope_layers", f"0 or 1 for each of the {decoder.layers} layers")
+    window = read_window(fields, default=None) if fields.flag("use_sliding_window", False) else None
+    if fields.has("layer_types"):
+        sliding = layer_types(fields, decoder)[i] == "sliding_attention"
+    else:
+        sliding = window is not None and not rotated[i]
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        window=window if sliding else None,
+        rope=decoder.rope if rotated[i] else replace(decoder.rope, dim=0),
+    )
+    return decoder.layer(i, attention, decoder.mlp(i, bias=fields.flag("mlp_bias", False)))
+
+
+def olmo2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="heads")
+    return decoder.layer(i, attention, decoder.mlp(i), AFTER)
+
+
+def olmo3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    sliding, window = is_sliding(fields, decoder, i, period=4), read_window(fields, default=4096)
+    if sliding and window is None:
+        raise fields.error("sliding_window", "a number, because some layers have a window")
+    attention = decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        norm="heads",
+        window=window if sliding else None,
+        rope=decoder.sliding_rope if sliding else decoder.rope,
+    )
+    return decoder.layer(i, attention, decoder.mlp(i), AFTER)
+
+
+def exaone4(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window, rope = read_window(fields, default=4096), decoder.rope
+    if window is not None:
+        # Some files have a text such as "LLLG" beside layer_types, which comes first.
+        period = 1 if fields.has("layer_types") else fields.integer("sliding_window_pattern", 4)
+        if not is_sliding(fields, decoder, i, period):
+            window, rope = None, replace(rope, dim=0)
+    attention = decoder.attention(i, norm="head", window=window, rope=rope)
+    return decoder.layer(i, attention, decoder.mlp(i), AFTER)
