@@ -23,8 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FILE = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
-"""The library, if it was built."""
+FILES = {
+    build: Path(__file__).with_name(f"_native{build}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    for build in ("", "_avx2")
+}
+"""The library for CPUs with AVX-512 BF16, and that for other x86-64 CPUs, if they were built."""
 
 VERSION = 2
 """The version both sides must have; csrc/weft.h."""
@@ -213,10 +216,11 @@ def library() -> ctypes.CDLL | None:
     Raises:
         RuntimeError: they were built from other sources.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
+    file = FILES["" if torch.cpu._is_avx512_bf16_supported() else "_avx2"]
+    if not torch.cpu._is_avx2_supported():
         return None
     try:
-        loaded = ctypes.CDLL(str(FILE))
+        loaded = ctypes.CDLL(str(file))
     except OSError:
         return None  # the library is missing, or this process has no GCC OpenMP
     built = loaded.weft_version() if hasattr(loaded, "weft_version") else 0
@@ -224,7 +228,7 @@ def library() -> ctypes.CDLL | None:
     if built != VERSION or missing:
         lacks = f", without {', '.join(missing)}" if missing else ""
         raise RuntimeError(
-            f"{FILE} was built from other sources: it has version {built}{lacks}, and must have "
+            f"{file} was built from other sources: it has version {built}{lacks}, and must have "
             f"{VERSION}. Install weft again, with `pip install -e .` in a checkout"
         )
     for name, arguments in _SIGNATURES.items():

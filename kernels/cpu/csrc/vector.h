@@ -9,7 +9,11 @@
 //                                 on the way
 #pragma once
 
+#ifdef __AVX512BF16__
 #include <immintrin.h>
+#else
+#include "portable.h"
+#endif
 
 #include <algorithm>
 #include <cstddef>
