@@ -34,6 +34,30 @@ Axis = Literal[
     "moe_intermediate",  # width of one expert
 ]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedFormat:
+    """How matrices are rounded when loading (kernels/cpu/int8.py, int4.py).
+
+    Attributes:
+        bits: of each number.
+        group: consecutive inputs with one scale, and the last group is filled up; None is a row.
+    """
+
+    bits: int
+    group: int | None = None
+
+    def row_bytes(self, width: int, item: int) -> int:
+        """Return the bytes of a row with `width` numbers; `item` is a scale's."""
+        group = self.group or width
+        groups = -(-width // group)
+        return groups * (group * self.bits // 8 + item)
+
+
+ROUNDED = {"int8": RoundedFormat(8), "int4": RoundedFormat(4, 32)}
+"""The values of `--quantization`, except for "none"."""
+
 FP8_CACHE = "float8_e4m3fn"
 """The dtype of a KV cache in fp8, by its torch name."""
 
@@ -453,7 +477,7 @@ class ModelSpec:
 
         Args:
             dtype: the weights' type; "auto" as in `compute_dtype`.
-            quantization: "int8" stores matrices in int8 with one scale per row, in `dtype`.
+            quantization: "none", or how the matrices are rounded when loading; see ROUNDED.
         """
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         kept = set() if quantization == "none" else self._unquantized()
@@ -463,7 +487,8 @@ class ModelSpec:
             if quantization == "none" or len(weight.shape) == 1 or weight in kept:
                 size += weight.size * each
             else:
-                size += weight.size + weight.size // weight.shape[-1] * each
+                width = weight.shape[-1]
+                size += weight.size // width * ROUNDED[quantization].row_bytes(width, each)
         return size
 
     def _unquantized(self) -> set[WeightSpec]:

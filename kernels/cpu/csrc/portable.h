@@ -23,7 +23,6 @@ typedef float PartF __attribute__((vector_size(PART_BYTES)));
 typedef int32_t PartI __attribute__((vector_size(PART_BYTES)));
 typedef uint32_t PartU __attribute__((vector_size(PART_BYTES)));
 typedef uint16_t PartH __attribute__((vector_size(PART_BYTES / 2)));
-typedef int8_t PartB __attribute__((vector_size(PART_BYTES / 4)));
 
 using __mmask8 = uint8_t;
 using __mmask16 = uint16_t;
@@ -33,8 +32,8 @@ struct __m128i {
   uint64_t lanes[2];
 };
 struct __m256bh;
-struct alignas(32) __m256i {
-  uint64_t lanes[4];
+struct __m256i {
+  PartI part[PARTS / 2];
   __m256i() = default;
   inline __m256i(const __m256bh& x);
 };
@@ -234,20 +233,26 @@ inline __m256i _mm256_set1_epi32(int32_t x) {
 }
 inline __m512 _mm512_castsi512_ps(const __m512i& x) { return load_whole<__m512>(&x); }
 inline __m512i _mm512_castps_si512(const __m512& x) { return load_whole<__m512i>(&x); }
-inline __m256i _mm512_castsi512_si256(const __m512i& x) { return load_whole<__m256i>(&x); }
-inline __m256 _mm512_castps512_ps256(const __m512& x) { return load_whole<__m256>(&x); }
 inline __m256i _mm512_extracti64x4_epi64(const __m512i& x, int half) {
-  return load_whole<__m256i>(reinterpret_cast<const char*>(&x) + 32 * half);
+  __m256i out;
+#pragma GCC unroll 2
+  for (int p = 0; p < PARTS / 2; ++p) out.part[p] = x.part[half * PARTS / 2 + p];
+  return out;
 }
+inline __m256i _mm512_castsi512_si256(const __m512i& x) { return _mm512_extracti64x4_epi64(x, 0); }
+inline __m256 _mm512_castps512_ps256(const __m512& x) { return load_whole<__m256>(&x); }
 inline __m256 _mm512_extractf32x8_ps(const __m512& x, int half) {
   return load_whole<__m256>(reinterpret_cast<const char*>(&x) + 32 * half);
 }
 inline __m512i _mm512_inserti64x4(__m512i x, const __m256i& y, int half) {
-  std::memcpy(reinterpret_cast<char*>(&x) + 32 * half, &y, sizeof y);
+#pragma GCC unroll 2
+  for (int p = 0; p < PARTS / 2; ++p) x.part[half * PARTS / 2 + p] = y.part[p];
   return x;
 }
 inline __m512i _mm512_broadcast_i64x4(const __m256i& x) {
-  return _mm512_inserti64x4(_mm512_inserti64x4(__m512i{}, x, 0), x, 1);
+  __m512i out;
+  each_part([&](int p) { out.part[p] = x.part[p % (PARTS / 2)]; });
+  return out;
 }
 inline __m512i _mm512_broadcast_i32x4(const __m128i& x) {
   Array<__m128i, 4> out{{x, x, x, x}};
@@ -407,9 +412,15 @@ inline __m512i _mm512_cvtepu16_epi32(const __m256i& x) {
 inline __m512i _mm512_cvtepi8_epi32(const __m128i& x) {
   __m512i out;
   each_part([&](int p) {
-    PartB quarter;
-    std::memcpy(&quarter, reinterpret_cast<const char*>(&x) + p * sizeof quarter, sizeof quarter);
-    out.part[p] = __builtin_convertvector(quarter, PartI);
+#ifdef __AVX2__
+    typedef char Quarter __attribute__((vector_size(16)));
+    typedef int64_t Halves __attribute__((vector_size(16)));
+    const Halves bytes = {static_cast<int64_t>(x.lanes[p]), 0};
+    out.part[p] = (PartI)__builtin_ia32_pmovsxbd256((Quarter)bytes);
+#else
+    for (int i = 0; i < PART_LANES; ++i)
+      out.part[p][i] = static_cast<int8_t>(x.lanes[p / 2] >> (p % 2 * 32 + i * 8));
+#endif
   });
   return out;
 }
