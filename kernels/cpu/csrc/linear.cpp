@@ -39,6 +39,14 @@ constexpr int64_t BLOCKS_AT_ONCE = 8;     // their sums, and a chunk of a panel,
 constexpr int64_t WAVE_ROWS = 384;        // of a long prefill: packed, they stay in the last cache
 constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8, MIN_TASKS_PER_THREAD = 24;
 
+// With more blocks, a chunk's columns are widened once and not by each block. AVX-512 widens beside
+// the products. Without it, widening takes as long as they do.
+template <typename Columns>
+constexpr int64_t WIDENED_ABOVE = std::is_same_v<Columns, PlainColumns> ? BLOCKS_AT_ONCE
+                                  : WEFT_PORTABLE                       ? 1
+                                  : Columns::GROUP                      ? FEW_BLOCKS
+                                                                        : BLOCKS_AT_ONCE;
+
 // What a product is made of: rows first to first + rows - 1 go through `matrix`.
 struct Group {
   const Matrix* matrix;
@@ -169,8 +177,7 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
   constexpr int64_t PAIR = FETCHED<Columns>;
   const Matrix& m = *blocks[task.block].matrix;
   const int64_t pairs = (m.k + 1) / 2;
-  const bool few = task.blocks <= FEW_BLOCKS;
-  const int64_t chunk = few ? FEW_CHUNK_PAIRS : MANY_CHUNK_PAIRS;
+  const int64_t chunk = task.blocks <= FEW_BLOCKS ? FEW_CHUNK_PAIRS : MANY_CHUNK_PAIRS;
   // Of a pair's bytes, each block fetches so many: the more evenly, the less the first one waits.
   const int64_t share = task.blocks * 16 >= PAIR ? 16 : task.blocks * 32 >= PAIR ? 32 : 64;
   const char* weight = static_cast<const char*>(m.weight);
@@ -182,12 +189,11 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
       const char* columns = weight + panel * panel_bytes<Columns>(pairs) + offset_of<Columns>(pair);
       const char* next = columns + panel_bytes<Columns>(count);
       const char* widened = nullptr;
-      if constexpr (Columns::GROUP > 0)
-        if (!few) {
-          char* to = buffer.get(panel_bytes<WidenedGroups>(MANY_CHUNK_PAIRS));
-          widen_groups(kind, columns, count, to);
-          widened = to;
-        }
+      if (task.blocks > WIDENED_ABOVE<Columns>) {
+        char* to = buffer.get(panel_bytes<Widened<Columns>>(MANY_CHUNK_PAIRS));
+        widen(kind, columns, count, to);
+        widened = to;
+      }
       for (int64_t b = 0; b < task.blocks; ++b) {
         const Block& block = blocks[task.block + b];
         const bf16* rows = packed + (block.first * pairs + pair * block.rows) * 2;
@@ -206,7 +212,7 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
             with(std::integral_constant<int64_t, 16>{}, of, at, next + b * count * 16);
         };
         if (widened)
-          fetching(WidenedGroups{}, widened);
+          fetching(Widened<Columns>{}, widened);
         else if (task.blocks == 1)
           with(std::integral_constant<int64_t, PAIR>{}, kind, columns, next);
         else

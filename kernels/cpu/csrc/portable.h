@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace weft {
 
@@ -28,7 +29,7 @@ using __mmask8 = uint8_t;
 using __mmask16 = uint16_t;
 using __mmask32 = uint32_t;
 
-struct __m128i {
+struct __attribute__((packed, may_alias)) __m128i {
   uint64_t lanes[2];
 };
 struct __m256bh;
@@ -121,11 +122,28 @@ inline Mask mask_by_lane(F f, const Vector& x, const Others&... others) {
 
 // Loads and stores: memory of a lane that is masked out is not touched.
 
+// Part by part: a copy of 64 bytes at once goes through the stack.
+template <typename Part>
+struct __attribute__((packed, may_alias)) Unaligned {
+  Part part;
+};
+
 template <typename Vector>
-inline Vector load_whole(const void* p) {
+inline Vector load_whole(const void* from) {
   Vector x;
-  std::memcpy(&x, p, sizeof x);
+  constexpr int COUNT = sizeof x.part / PART_BYTES;
+  const auto* parts = static_cast<const Unaligned<std::decay_t<decltype(x.part[0])>>*>(from);
+#pragma GCC unroll 4
+  for (int p = 0; p < COUNT; ++p) x.part[p] = parts[p].part;
   return x;
+}
+
+template <typename Vector>
+inline void store_whole(void* to, const Vector& x) {
+  constexpr int COUNT = sizeof x.part / PART_BYTES;
+  auto* parts = static_cast<Unaligned<std::decay_t<decltype(x.part[0])>>*>(to);
+#pragma GCC unroll 4
+  for (int p = 0; p < COUNT; ++p) parts[p].part = x.part[p];
 }
 
 template <typename T, typename Vector>
@@ -154,13 +172,13 @@ inline __m512 _mm512_loadu_ps(const void* p) { return load_whole<__m512>(p); }
 inline __m512 _mm512_load_ps(const void* p) { return load_whole<__m512>(p); }
 inline __m512i _mm512_loadu_si512(const void* p) { return load_whole<__m512i>(p); }
 inline __m256i _mm256_loadu_si256(const __m256i* p) { return load_whole<__m256i>(p); }
-inline __m128i _mm_loadu_si128(const __m128i* p) { return load_whole<__m128i>(p); }
-inline __m128i _mm_load_si128(const __m128i* p) { return load_whole<__m128i>(p); }
-inline void _mm512_storeu_ps(void* p, const __m512& x) { std::memcpy(p, &x, sizeof x); }
-inline void _mm512_store_ps(void* p, const __m512& x) { std::memcpy(p, &x, sizeof x); }
-inline void _mm512_storeu_si512(void* p, const __m512i& x) { std::memcpy(p, &x, sizeof x); }
-inline void _mm512_store_si512(void* p, const __m512i& x) { std::memcpy(p, &x, sizeof x); }
-inline void _mm256_storeu_si256(__m256i* p, const __m256i& x) { std::memcpy(p, &x, sizeof x); }
+inline __m128i _mm_loadu_si128(const __m128i* p) { return *p; }
+inline __m128i _mm_load_si128(const __m128i* p) { return *p; }
+inline void _mm512_storeu_ps(void* p, const __m512& x) { store_whole(p, x); }
+inline void _mm512_store_ps(void* p, const __m512& x) { store_whole(p, x); }
+inline void _mm512_storeu_si512(void* p, const __m512i& x) { store_whole(p, x); }
+inline void _mm512_store_si512(void* p, const __m512i& x) { store_whole(p, x); }
+inline void _mm256_storeu_si256(__m256i* p, const __m256i& x) { store_whole(p, x); }
 
 inline __m512 _mm512_maskz_loadu_ps(__mmask16 lanes, const void* p) {
   return load_lanes<float, __m512>(lanes, p);
@@ -231,8 +249,11 @@ inline __m256i _mm256_set1_epi32(int32_t x) {
   for (int32_t& lane : out.at) lane = x;
   return vector_of<__m256i>(out);
 }
-inline __m512 _mm512_castsi512_ps(const __m512i& x) { return load_whole<__m512>(&x); }
-inline __m512i _mm512_castps_si512(const __m512& x) { return load_whole<__m512i>(&x); }
+inline __m512 _mm512_castsi512_ps(const __m512i& x) {
+  __m512 out;
+  each_part([&](int p) { out.part[p] = (PartF)x.part[p]; });
+  return out;
+}
 inline __m256i _mm512_extracti64x4_epi64(const __m512i& x, int half) {
   __m256i out;
 #pragma GCC unroll 2
@@ -240,10 +261,12 @@ inline __m256i _mm512_extracti64x4_epi64(const __m512i& x, int half) {
   return out;
 }
 inline __m256i _mm512_castsi512_si256(const __m512i& x) { return _mm512_extracti64x4_epi64(x, 0); }
-inline __m256 _mm512_castps512_ps256(const __m512& x) { return load_whole<__m256>(&x); }
 inline __m256 _mm512_extractf32x8_ps(const __m512& x, int half) {
-  return load_whole<__m256>(reinterpret_cast<const char*>(&x) + 32 * half);
+  __m256 out;
+  std::memcpy(&out, reinterpret_cast<const char*>(&x) + 32 * half, sizeof out);
+  return out;
 }
+inline __m256 _mm512_castps512_ps256(const __m512& x) { return _mm512_extractf32x8_ps(x, 0); }
 inline __m512i _mm512_inserti64x4(__m512i x, const __m256i& y, int half) {
 #pragma GCC unroll 2
   for (int p = 0; p < PARTS / 2; ++p) x.part[half * PARTS / 2 + p] = y.part[p];
@@ -404,7 +427,7 @@ inline __m512i _mm512_cvtepu16_epi32(const __m256i& x) {
   __m512i out;
   each_part([&](int p) {
     PartH half;
-    std::memcpy(&half, reinterpret_cast<const char*>(&x) + p * sizeof half, sizeof half);
+    std::memcpy(&half, reinterpret_cast<const char*>(&x.part[p / 2]) + p % 2 * sizeof half, sizeof half);
     out.part[p] = __builtin_convertvector(half, PartI);
   });
   return out;
@@ -441,17 +464,33 @@ inline PartU rounded(const PartF& x) {
   const PartU bits = (PartU)x, nearest = bits + 0x7fff + (bits >> 16 & 1);
   return x == x ? nearest : bits | 0x400000;
 }
+#ifdef __AVX2__
+inline __m256bh _mm512_cvtneps_pbh(const __m512& x) {
+  typedef int64_t Quarters __attribute__((vector_size(32)));
+  // Packs within 128 bits; the middle quarters change places.
+  const auto packed = __builtin_ia32_packusdw256((PartI)(rounded(x.part[0]) >> 16),
+                                                 (PartI)(rounded(x.part[1]) >> 16));
+  const Quarters q = (Quarters)packed;
+  __m256bh out;
+  out.bits.part[0] = (PartI)__builtin_shuffle(q, (Quarters){0, 2, 1, 3});
+  return out;
+}
+#else
 inline __m256bh _mm512_cvtneps_pbh(const __m512& x) {
   __m256bh out;
   each_part([&](int p) {
     const PartH half = __builtin_convertvector(rounded(x.part[p]) >> 16, PartH);
-    std::memcpy(reinterpret_cast<char*>(&out) + p * sizeof half, &half, sizeof half);
+    std::memcpy(reinterpret_cast<char*>(&out.bits.part[p / 2]) + p % 2 * sizeof half, &half,
+                sizeof half);
   });
   return out;
 }
+#endif
 inline __m512bh _mm512_cvtne2ps_pbh(const __m512& high, const __m512& low) {
   const __m256i halves[2] = {_mm512_cvtneps_pbh(low), _mm512_cvtneps_pbh(high)};
-  return load_whole<__m512i>(halves);
+  __m512bh out;
+  each_part([&](int p) { out.part[p] = halves[p / (PARTS / 2)].part[p % (PARTS / 2)]; });
+  return out;
 }
 
 // Integers, and moves of lanes.

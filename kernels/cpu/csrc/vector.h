@@ -11,8 +11,10 @@
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#define WEFT_PORTABLE 0
 #else
 #include "portable.h"
+#define WEFT_PORTABLE 1
 #endif
 
 #include <algorithm>
@@ -27,8 +29,9 @@
 namespace weft {
 
 // 20 accumulators, two vectors of columns and one row, of 32 registers. With 12 rows, products take
-// no less time for each, and leave none in which to widen columns.
-constexpr int MAX_ROWS = 10;
+// no less time for each, and leave none in which to widen columns. Of 16 registers of half the size,
+// 6 rows are the best, although their sums do not all stay in registers.
+constexpr int MAX_ROWS = WEFT_PORTABLE ? 6 : 10;
 constexpr int COLUMNS = 32;
 
 inline __m512 widen(__m256i x) {
@@ -218,9 +221,10 @@ struct Int4Columns {
   __m512i lower_, upper_;  // the bytes that each code stands for
 };
 
-// The same, after `widen_groups`: bfloat16 numbers.
-struct WidenedGroups : PlainColumns {
-  static constexpr int64_t GROUP = Int4Columns::GROUP, SCALES = Int4Columns::SCALES;
+// Columns of any kind after `widen`: bfloat16 numbers, in the same groups.
+template <typename Columns>
+struct Widened : PlainColumns {
+  static constexpr int64_t GROUP = Columns::GROUP, SCALES = Columns::SCALES;
 };
 
 // Where a pair of k is in a panel. It must be a group's first one, if there are groups.
@@ -374,20 +378,23 @@ void multiply_rows(const bf16* rows, const Columns& kind, const char* columns, i
   }
 }
 
-// Groups of a panel -> WidenedGroups, for products that use them many times.
-inline void widen_groups(const Int4Columns& kind, const char* from, int64_t pairs, char* to) {
-  for (int64_t pair = 0; pair < pairs; ++pair) {
-    if (pair % Int4Columns::GROUP == 0) {
-      std::memcpy(to, from, Int4Columns::SCALES);
-      from += Int4Columns::SCALES;
-      to += Int4Columns::SCALES;
+// Pairs of a panel, from a group's first one on -> Widened<Columns>, for products that use them
+// many times.
+template <typename Columns>
+void widen(const Columns& kind, const char* from, int64_t pairs, char* to) {
+  const int64_t group = Columns::GROUP ? Columns::GROUP : pairs;
+  for (int64_t first = 0; first < pairs; first += group) {
+    std::memcpy(to, from, Columns::SCALES);
+    from += Columns::SCALES;
+    to += Columns::SCALES;
+    for (int64_t pair = first; pair < std::min(first + group, pairs); ++pair) {
+      __m512bh left, right;
+      kind.load(from, left, right);
+      _mm512_storeu_si512(to, (__m512i)left);
+      _mm512_storeu_si512(to + 64, (__m512i)right);
+      from += Columns::PAIR;
+      to += PlainColumns::PAIR;
     }
-    __m512bh left, right;
-    kind.load(from, left, right);
-    _mm512_storeu_si512(to, (__m512i)left);
-    _mm512_storeu_si512(to + 64, (__m512i)right);
-    from += Int4Columns::PAIR;
-    to += WidenedGroups::PAIR;
   }
 }
 
