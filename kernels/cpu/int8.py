@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import (
+    BLOCK_ELEMENTS,
     Linear,
     NativeLinear,
     TorchLinear,
@@ -35,9 +36,6 @@ FEW_ROWS = 24
 
 WHOLE_VECTORS = 64
 """The kernel for few rows needs in- and output sizes that are multiples of this."""
-
-BLOCK_ELEMENTS = 1 << 21
-"""Number of weights converted at once: 4 MiB of bfloat16, which stay in cache."""
 
 
 def make_int8_linear(weight: Weight, bias: Tensor | None = None, *, gated: bool = False) -> Linear:

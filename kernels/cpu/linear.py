@@ -5,13 +5,13 @@ A decode reads each weight once per step for a handful of rows, so the reorderin
 of the time. Here a weight is reordered once, when the model is loaded. `make_linear` chooses a
 class:
 
-- NativeLinear: bfloat16, or int8 weights with bfloat16 activations, on CPUs with AVX-512 BF16
-  (csrc/linear.cpp). The call includes RMSNorm before the product, and a gate or residual after it.
+- NativeLinear: bfloat16, or int8 or int4 weights with bfloat16 activations, where csrc/linear.cpp
+  was compiled. The call includes RMSNorm before the product, and a gate or residual after it.
   bfloat16 weights are compressed to 12 bits a number, without loss, so fewer bytes are read.
 - PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that torch.compile's
   freezing pass emits (torch/_inductor/fx_passes/mkldnn_fusion.py). At one row it runs at memory
   speed.
-- Int8Linear, in int8.py.
+- Int8Linear and Int4Linear, in int8.py and int4.py.
 
 Not handled: weights that change (the row-major weight is not kept) and gradients.
 """
@@ -35,6 +35,16 @@ MAX_ESCAPES = 1 / 128
 
 SAMPLE = 1 << 14
 """Number of elements sampled to find a weight's exponents."""
+
+BLOCK_ELEMENTS = 1 << 21
+"""Number of rounded weights converted at once: 4 MiB of bfloat16, which stay in cache."""
+
+FORMATS = {
+    torch.bfloat16: native.Format.PLAIN,
+    torch.int8: native.Format.INT8,
+    torch.uint8: native.Format.INT4,
+}
+"""How a weight of each dtype is packed."""
 
 
 Weight = Tensor | Sequence[Tensor]
@@ -140,10 +150,11 @@ class NativeLinear:
     """A Linear that is one call to csrc/linear.cpp.
 
     Args:
-        weight: bfloat16 [N, K], or int8 with `scale`; [2 N, K] if gated; not kept. It may come in
-            parts, stacked by row, which are not copied together first.
+        weight: bfloat16 [N, K], or with `scale` int8, or uint8 codes from int4.quantize;
+            [2 N, K] if gated; not kept. It may come in parts, stacked by row, which are not copied
+            together first.
         bias: bfloat16 [N], or [2 N] if gated.
-        scale: [N] or [2 N]; a scale for each int8 row.
+        scale: [N] or [2 N]; a scale for each int8 row. Of int4 [N, groups] or [2 N, groups].
         gated: see `Linear`.
         compress: compress a bfloat16 weight if nearly all its exponents are among fourteen
             neighbours (sixteen for negative numbers).
@@ -169,13 +180,16 @@ class NativeLinear:
         self.out_features = len(rows) // 2 if gated else len(rows)
         # The matrix holds addresses of these, so they must live as long as it does.
         self._bias = None if bias is None else _panels(bias, gated).flatten()
-        self._scale = None if scale is None else _panels(scale.float(), gated).flatten()
+        grouped = scale is not None and scale.dim() == 2
+        self._scale = (
+            None if scale is None or grouped else _panels(scale.float(), gated).flatten()
+        )
         self.matrix = native.Matrix(
             scale=native.address(self._scale),
             bias=native.address(self._bias),
             n=self.out_features,
             k=self.in_features,
-            format=native.Format.PLAIN if scale is None else native.Format.INT8,
+            format=FORMATS[parts[0].dtype],
             gated=gated,
         )
         self._escapes: Tensor | None = None
@@ -183,8 +197,13 @@ class NativeLinear:
         if compress and scale is None:
             self._find_escapes(parts, rows, panels)
         self.format = native.Format(self.matrix.format)
-        pairs = -(-self.in_features // 2)
-        self._weight = torch.empty(panels, pairs, self.format.pair_bytes, dtype=torch.uint8)
+        bytes_each = self.format.panel_bytes(self.in_features)
+        self._weight = torch.empty(panels, bytes_each, dtype=torch.uint8)
+        if scale is not None and grouped:
+            # [panels, groups, COLUMNS]: before the codes of each group.
+            groups = self._weight.view(panels, scale.shape[1], -1)
+            scales = torch.stack([_panels(each, gated) for each in scale.bfloat16().T], dim=1)
+            groups[..., : native.GROUP_SCALES] = scales.view(torch.uint8)
         self.matrix.weight = self._weight.data_ptr()
         native.kernels().weft_pack(
             *(rows.data_ptr(), byref(self.matrix), self.matrix.weight, self.matrix.escapes)
@@ -246,9 +265,9 @@ class NativeLinear:
 
         Raises:
             IndexError: there is no such row.
-            ValueError: the weight is int8 or gated.
+            ValueError: the weight is rounded or gated.
         """
-        if self.format is native.Format.INT8 or self.matrix.gated:
+        if self.format not in (native.Format.PLAIN, native.Format.COMPRESSED) or self.matrix.gated:
             raise ValueError("rows are looked up in bfloat16 weights that are not gated")
         index = index.to(torch.int64).contiguous()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.out_features:

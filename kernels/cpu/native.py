@@ -1,12 +1,14 @@
-"""The kernels in csrc/, written in C++ for CPUs with AVX-512 and its bfloat16 products.
+"""The kernels in csrc/, written in C++ for x86-64 CPUs.
 
 Three costs bound a step on a CPU. Reading the weights: oneDNN's layers at 16 rows take a third
 longer than memory does. Passing over small tensors once per operator. And calling dozens of
 operators per layer. The kernels answer each: products that compute while the next weights arrive;
 norms, gates and residuals inside them; and attention that reads pages in place.
 
-setup builds csrc/ into a plain shared library, which is optional. Without a compiler, or on another
-CPU, `library` returns None and callers use torch, which computes the same results. The library is
+setup builds csrc/ into plain shared libraries, which are optional: one for CPUs with AVX-512 and its
+bfloat16 products, and one for CPUs with AVX2, where csrc/portable.h stands for the instructions.
+Without a compiler, or on another CPU, `library` returns None and callers use torch, which computes
+the same results. The library is
 bound with ctypes and contains no torch or Python. Its OpenMP calls resolve to the runtime that
 torch has loaded, so there is one thread pool.
 """
@@ -23,14 +25,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FILE = Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
+BUILD = "_native" if torch.cpu._is_avx512_bf16_supported() else "_native_avx2"
+"""The library's name for this CPU."""
+
+FILE = Path(__file__).with_name(f"{BUILD}{sysconfig.get_config_var('EXT_SUFFIX')}")
 """The library, if it was built."""
 
-VERSION = 2
+VERSION = 3
 """The version both sides must have; csrc/weft.h."""
 
 COLUMNS = 32
 """Columns per panel in packed weights; csrc/vector.h."""
+
+GROUP, GROUP_SCALES = 32, 2 * COLUMNS
+"""k's in a group of an int4 weight, and bytes of its scales in a panel; csrc/vector.h."""
 
 MAX_HEAD_DIM, MAX_GROUP = 256, 72
 """Limits of the attention kernel: head size, and query heads per KV head."""
@@ -42,11 +50,13 @@ class Format(IntEnum):
     PLAIN = 0
     INT8 = 1
     COMPRESSED = 2
+    INT4 = 3
 
-    @property
-    def pair_bytes(self) -> int:
-        """Bytes for a pair of k in a panel; csrc/vector.h."""
-        return COLUMNS * (4, 2, 3)[self]
+    def panel_bytes(self, k: int) -> int:
+        """Bytes of a panel of k numbers for each column; csrc/vector.h."""
+        if self is Format.INT4:
+            return -(-k // GROUP) * (GROUP * COLUMNS // 2 + GROUP_SCALES)
+        return -(-k // 2) * COLUMNS * (4, 2, 3)[self]
 
 
 ESCAPE_BYTES = 8
@@ -213,7 +223,7 @@ def library() -> ctypes.CDLL | None:
     Raises:
         RuntimeError: they were built from other sources.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not torch.cpu._is_avx2_supported():
         return None
     try:
         loaded = ctypes.CDLL(str(FILE))

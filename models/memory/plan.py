@@ -67,7 +67,7 @@ class MemoryPlan:
         spec: the model, or a rank's part.
         dtype: dtype for weights and activations; "auto" is the checkpoint's.
         kv_dtype: the KV cache's; None is `dtype`.
-        quantization: of the matrices: "none" or "int8".
+        quantization: of the matrices: "none", "int8" or "int4".
         available: free memory, from `available_memory`.
         memory_fraction: fraction that weft may take.
         kv_cache_memory: memory for the KV cache; None takes the rest.

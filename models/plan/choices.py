@@ -28,10 +28,7 @@ from weft.models.plan.step import Precision, anonymous
 from weft.models.plan.switches import Decision
 from weft.models.plan.times import Engine
 from weft.models.spec.layout import Layout, check_layout
-from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
-
-BITS = {"none": None, "int8": 8}
-"""Bits of a weight in each quantisation; None is the checkpoint's."""
+from weft.models.spec.spec import DTYPE_BYTES, ROUNDED, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +121,7 @@ def choices(
 
 def formats(place: Slice) -> tuple[str, ...]:
     """Return the served quantisations on a slice."""
-    return ("none", "int8") if place.device.cpu else ("none",)
+    return ("none", *ROUNDED) if place.device.cpu else ("none",)
 
 
 def fewest_ranks(
@@ -272,7 +269,7 @@ def _narrow_weights(spec: ModelSpec, place: Slice, dtype: str, missing: int) -> 
         missing: bytes; each device lacks them without quantisation.
     """
     own, full = spec.weight_bytes(dtype) / place.devices, 8 * DTYPE_BYTES[dtype]
-    served = [BITS[each] for each in formats(place)]
+    served = [ROUNDED[each].bits for each in formats(place) if each in ROUNDED]
     narrow = (bits for bits in (8, 4) if bits not in served)
     return next((bits for bits in narrow if own * (1 - bits / full) >= missing), None)
 

@@ -38,6 +38,7 @@ from weft.models.plan.batch import Batch
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import (
     DTYPE_BYTES,
+    ROUNDED,
     AttentionSpec,
     LayerSpec,
     MlpSpec,
@@ -102,7 +103,7 @@ class Operator:
         times: how often it runs in the step.
         kernels: operators or kernels that are launched for it.
         vector: on a CPU, vector units compute it, not matrix units: attention, a tied LM head, and
-            products with weights that are widened from int8 (kernels/cpu/linear.py, int8.py).
+            products with rounded weights, which are widened (kernels/cpu/linear.py).
     """
 
     what: str
@@ -126,7 +127,7 @@ class Precision:
 
     Attributes:
         dtype: activations: "bfloat16" or "float32".
-        quantization: the matrices: "none" or "int8".
+        quantization: the matrices: "none", "int8" or "int4".
         kv_cache_dtype: the KV cache: "auto", which is `dtype`, or "fp8".
     """
 
@@ -148,7 +149,8 @@ class Precision:
         """Return the bytes for `size` of a matrix's numbers."""
         if self.quantization == "none" or len(weight.shape) == 1:
             return size * self.item
-        return size * (1 + self.item / weight.shape[-1])
+        width = weight.shape[-1]
+        return size * ROUNDED[self.quantization].row_bytes(width, self.item) / width
 
 
 class RankModel:
@@ -274,7 +276,7 @@ class RankModel:
             exchanges,
             self.overlapped and size > 0,
             times,
-            vector=self.precision.quantization == "int8",
+            vector=self.precision.quantization in ROUNDED,
         )
 
     def _attention(self, attention: AttentionSpec, batch: Batch, times: int) -> Iterator[Operator]:
@@ -347,7 +349,7 @@ class RankModel:
             exchanges + self._out_of(rows),  # nothing hides them
             times=times,
             kernels=4,  # sort the tokens, two grouped products, weigh their results
-            vector=self.precision.quantization == "int8",
+            vector=self.precision.quantization in ROUNDED,
         )
 
     @property

@@ -124,7 +124,8 @@ class Engine:
         self.layout, self.place = layout, place
         device = place.device
         self._links = device.reached.links
-        by_format = "int8" if precision.quantization == "int8" else precision.dtype
+        # Rounded weights are widened: all take the time of int8.
+        by_format = precision.dtype if precision.quantization == "none" else "int8"
         self.flops = device.flops[by_format] * device.reached.flops
         self._vector = device.flops[device.vector or by_format] * device.reached.flops
         self.bandwidth = device.bandwidth * device.reached.bandwidth

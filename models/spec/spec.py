@@ -34,6 +34,31 @@ Axis = Literal[
     "moe_intermediate",  # width of one expert
 ]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedFormat:
+    """How matrices are rounded when loading (kernels/cpu/int8.py, int4.py).
+
+    Attributes:
+        bits: of each number.
+        group: consecutive inputs with one scale, and the last group is filled up; None is a row.
+    """
+
+    bits: int
+    group: int | None = None
+
+    def row_bytes(self, width: int, item: int) -> int:
+        """Return the bytes of a row with `width` numbers; `item` is a scale's."""
+        group = self.group or width
+        groups = -(-width // group)
+        return groups * (group * self.bits // 8 + item)
+
+
+ROUNDED = {"int8": RoundedFormat(8), "int4": RoundedFormat(4, 32)}
+"""The values of `--quantization`, except for "none"."""
+
+FLOAT32_BYTES = DTYPE_BYTES["float32"]
 FP8_CACHE = "float8_e4m3fn"
 """The dtype of a KV cache in fp8, by its torch name."""
 
@@ -473,24 +498,26 @@ class ModelSpec:
 
         Args:
             dtype: the weights' type; "auto" as in `compute_dtype`.
-            quantization: "int8" stores matrices in int8 with one scale per row, in `dtype`.
-            packed: products read a quantised checkpoint's weights as they are stored; otherwise
-                all weights have `dtype`.
+            quantization: "none", or how the matrices are rounded when loading; see ROUNDED.
+            packed: only the products in layers are quantised, as on GPUs: as a quantised
+                checkpoint stores them, or else rounded, with float32 scales.
         """
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         kept = set() if quantization == "none" else self._unquantized()
-        products = self._products() if packed and self.quantization is not None else set()
+        if packed:
+            kept = set(self.weights) - self._products()
         size = 0
         for weight in self.weights:
             each = 4 if weight.in_float32 else item
-            stored = self.stored_as(weight) if weight in products else None
+            stored = self.stored_as(weight) if packed and weight not in kept else None
             if stored is not None:
                 size += stored.packed_bytes(weight.shape)
-                continue
-            if quantization == "none" or len(weight.shape) == 1 or weight in kept:
+            elif quantization == "none" or len(weight.shape) == 1 or weight in kept:
                 size += weight.size * each
             else:
-                size += weight.size + weight.size // weight.shape[-1] * each
+                width = weight.shape[-1]
+                of_scale = FLOAT32_BYTES if packed else each
+                size += weight.size // width * ROUNDED[quantization].row_bytes(width, of_scale)
         return size
 
     def _unquantized(self) -> set[WeightSpec]:

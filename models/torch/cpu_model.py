@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from weft.kernels.cpu.attention import AttentionPlan
+from weft.kernels.cpu.int4 import make_int4_linear
 from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
 from weft.kernels.cpu.linear import (
@@ -32,6 +33,10 @@ from weft.models.torch.angles import Angles, Turn
 from weft.models.torch.cpu_layers import Attention, Ending, LayerCache, LayerLoader, Mlp, Moe
 from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
+
+
+ROUNDED: dict[str, MakeLinear] = {"int8": make_int8_linear, "int4": make_int4_linear}
+"""What makes the layers of each quantization."""
 
 
 class Layer:
@@ -100,7 +105,7 @@ class _CheckpointLoader:
         self.parts = weights.parts
         self._dtype = dtype
         self._compress = compress
-        self.make: MakeLinear = make_int8_linear if quantization == "int8" else self.make_plain
+        self.make: MakeLinear = ROUNDED.get(quantization, self.make_plain)
         self.saved = 0
 
     def make_plain(
@@ -133,7 +138,7 @@ class CpuModel:
         spec: the whole model.
         weights: yields the tensors one at a time.
         dtype: compute dtype.
-        quantization: of the matrices: "none" or "int8". Norms, biases, routers and the embedding
+        quantization: of the matrices: "none", "int8" or "int4". Norms, biases, routers and the embedding
             stay as they are.
         compress: compress bfloat16 matrices without loss; see linear.NativeLinear.
         groups: the ranks with the other parts.

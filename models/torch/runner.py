@@ -174,7 +174,7 @@ class TorchRunner:
             max_num_seqs: number of slots.
             max_num_batched_tokens: maximum number of tokens in a step.
             max_model_len: maximum number of tokens in a request.
-            quantization: of the matrices: "none", or "int8" with a scale per output channel.
+            quantization: of the matrices; see cpu_model.CpuModel.
             compress_weights: keep bfloat16 matrices in 12 bits a number, without loss, if kernels
                 support it.
             threads: torch's threads in this process; None leaves them as they are.

@@ -201,7 +201,7 @@ def _kernels() -> Finding:
     from weft.kernels.cpu import native
 
     if native.library() is not None:
-        return Finding("CPU kernels", "ok", "compiled, for bfloat16 and int8")
+        return Finding("CPU kernels", "ok", "compiled, for bfloat16, int8 and int4")
     if torch.cpu._is_avx512_bf16_supported():
         advice = (
             "install g++ 11 or newer, then reinstall weft: decoding gets up to 1.6 times as fast"

@@ -20,7 +20,7 @@ from weft.serving.config.slices import Slice, parse
 
 Backend = Literal["auto", "torch", "jax"]
 Dtype = Literal["auto", "bfloat16", "float16", "half", "float32"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 KvCacheDtype = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda", "tpu"]
 Kernels = Literal["auto", "overlapped", "plain"]
@@ -158,7 +158,10 @@ class EngineConfig:
     ] = "auto"
     quantization: Annotated[
         Quantization,
-        Help("int8 rounds weights when loading, with one scale per output channel; CPUs only"),
+        Help(
+            "rounds weights when loading: int8 with one scale per output channel, int4 with one per "
+            "group of 32 inputs; CPUs only"
+        ),
     ] = "none"
     kv_cache_dtype: Annotated[
         KvCacheDtype,

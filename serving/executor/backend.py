@@ -72,7 +72,7 @@ def _choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) 
         which = "on GPUs" if gpu else "with --kernels overlapped"
         raise ConfigError(
             f"--quantization is '{config.quantization}'; {which} it must be none, which computes "
-            "in --dtype. int8 needs --device cpu --kernels plain"
+            "in --dtype. Rounded weights need --device cpu --kernels plain"
         )
     if config.kernels == "plain" or not gpu:
         return "overlapped" if config.kernels == "overlapped" else "plain"

@@ -39,6 +39,14 @@ constexpr int64_t BLOCKS_AT_ONCE = 8;     // their sums, and a chunk of a panel,
 constexpr int64_t WAVE_ROWS = 384;        // of a long prefill: packed, they stay in the last cache
 constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8, MIN_TASKS_PER_THREAD = 24;
 
+// With more blocks, a chunk's columns are widened once and not by each block. AVX-512 widens beside
+// the products. Without it, widening takes as long as they do.
+template <typename Columns>
+constexpr int64_t WIDENED_ABOVE = std::is_same_v<Columns, PlainColumns> ? BLOCKS_AT_ONCE
+                                  : WEFT_PORTABLE                       ? 1
+                                  : Columns::GROUP                      ? FEW_BLOCKS
+                                                                        : BLOCKS_AT_ONCE;
+
 // What a product is made of: rows first to first + rows - 1 go through `matrix`.
 struct Group {
   const Matrix* matrix;
@@ -166,38 +174,65 @@ void add_escapes(const Matrix& m, const Task& task, int64_t panel, const Block* 
 template <typename Columns>
 void run(const Task& task, const Columns& kind, const Block* blocks, const bf16* packed,
          float* sums, const bf16* residual, bf16* out) {
-  constexpr int64_t PAIR = Columns::PAIR;
+  constexpr int64_t PAIR = FETCHED<Columns>;
   const Matrix& m = *blocks[task.block].matrix;
   const int64_t pairs = (m.k + 1) / 2;
   const int64_t chunk = task.blocks <= FEW_BLOCKS ? FEW_CHUNK_PAIRS : MANY_CHUNK_PAIRS;
   // Of a pair's bytes, each block fetches so many: the more evenly, the less the first one waits.
   const int64_t share = task.blocks * 16 >= PAIR ? 16 : task.blocks * 32 >= PAIR ? 32 : 64;
   const char* weight = static_cast<const char*>(m.weight);
+  thread_local Buffer<char> buffer;
   for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
     if (m.format == COMPRESSED) fetch_escapes(m, panel);
     for (int64_t pair = 0; pair < pairs; pair += chunk) {
       const int64_t count = std::min(chunk, pairs - pair);
-      const char* columns = weight + (panel * pairs + pair) * PAIR;
-      const char* next = columns + count * PAIR;
+      const char* columns = weight + panel * panel_bytes<Columns>(pairs) + offset_of<Columns>(pair);
+      const char* next = columns + panel_bytes<Columns>(count);
+      const char* widened = nullptr;
+      if (task.blocks > WIDENED_ABOVE<Columns>) {
+        char* to = buffer.get(panel_bytes<Widened<Columns>>(MANY_CHUNK_PAIRS));
+        widen(kind, columns, count, to);
+        widened = to;
+      }
       for (int64_t b = 0; b < task.blocks; ++b) {
         const Block& block = blocks[task.block + b];
         const bf16* rows = packed + (block.first * pairs + pair * block.rows) * 2;
         float* tile = sums + b * MAX_ROWS * COLUMNS;
-        if (task.blocks == 1)
-          multiply<PAIR>(block.rows, rows, kind, columns, count, tile, pair > 0, next);
-        else if (b * share >= PAIR)
-          multiply(block.rows, rows, kind, columns, count, tile, pair > 0);
-        else if (share == 64)
-          multiply<64>(block.rows, rows, kind, columns, count, tile, pair > 0, next + b * count * 64);
-        else if (share == 32)
-          multiply<32>(block.rows, rows, kind, columns, count, tile, pair > 0, next + b * count * 32);
+        const auto with = [&](auto ahead, const auto& of, const char* at, const char* fetched) {
+          multiply<ahead()>(block.rows, rows, of, at, count, tile, pair > 0, fetched);
+        };
+        const auto fetching = [&](const auto& of, const char* at) {
+          if (b * share >= PAIR)
+            with(std::integral_constant<int64_t, 0>{}, of, at, nullptr);
+          else if (share == 64)
+            with(std::integral_constant<int64_t, 64>{}, of, at, next + b * count * 64);
+          else if (share == 32)
+            with(std::integral_constant<int64_t, 32>{}, of, at, next + b * count * 32);
+          else
+            with(std::integral_constant<int64_t, 16>{}, of, at, next + b * count * 16);
+        };
+        if (widened)
+          fetching(Widened<Columns>{}, widened);
+        else if (task.blocks == 1)
+          with(std::integral_constant<int64_t, PAIR>{}, kind, columns, next);
         else
-          multiply<16>(block.rows, rows, kind, columns, count, tile, pair > 0, next + b * count * 16);
+          fetching(kind, columns);
       }
     }
     if (m.format == COMPRESSED) add_escapes(m, task, panel, blocks, packed, sums);
     for (int64_t b = 0; b < task.blocks; ++b)
       finish(blocks[task.block + b], panel, sums + b * MAX_ROWS * COLUMNS, residual, out);
+  }
+}
+
+// Calls f with how the matrix's columns are stored.
+template <typename F>
+void with_columns(const Matrix& m, F f) {
+  switch (m.format) {
+    case PLAIN: return f(PlainColumns{});
+    case INT8: return f(Int8Columns{});
+    case COMPRESSED: return f(CompressedColumns{m.top});
+    case INT4: return f(Int4Columns{});
   }
 }
 
@@ -244,15 +279,9 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
 #pragma omp for schedule(dynamic) nowait
     for (size_t t = 0; t < tasks.size(); ++t) {
       const Matrix& m = *blocks[tasks[t].block].matrix;
-      const auto with = [&](const auto& kind) {
+      with_columns(m, [&](const auto& kind) {
         run(tasks[t], kind, blocks.data(), packed, sums, residual, out);
-      };
-      if (m.format == INT8)
-        with(Int8Columns{});
-      else if (m.format == COMPRESSED)
-        with(CompressedColumns{m.top});
-      else
-        with(PlainColumns{});
+      });
     }
   }
 }
@@ -308,6 +337,12 @@ void pack_panel(const void* const* rows, const Matrix& m, int64_t panel, char* o
       _mm256_storeu_si256(at, _mm512_cvtepi16_epi8(left));
       _mm256_storeu_si256(at + 1, _mm512_cvtepi16_epi8(right));
     });
+  } else if (m.format == INT4) {
+    for_pairs<int8_t>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
+      const int64_t group = pair / Int4Columns::GROUP * Int4Columns::GROUP;
+      pack_codes(left, right, out + offset_of<Int4Columns>(group) + Int4Columns::SCALES +
+                                  (pair - group) * Int4Columns::PAIR);
+    });
   } else {
     for_pairs<bf16>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
       uint64_t found;
@@ -334,9 +369,10 @@ int32_t weft_version() { return WEFT_VERSION; }
 
 void weft_pack(const void* const* rows, const Matrix* matrix, void* out, Escape* escapes) {
   const Matrix& m = *matrix;
-  const int64_t bytes = (m.k + 1) / 2 * (m.format == PLAIN  ? PlainColumns::PAIR
-                                         : m.format == INT8 ? Int8Columns::PAIR
-                                                            : CompressedColumns::PAIR);
+  int64_t bytes = 0;
+  with_columns(m, [&](const auto& kind) {
+    bytes = panel_bytes<std::decay_t<decltype(kind)>>((m.k + 1) / 2);
+  });
 #pragma omp parallel for schedule(dynamic)
   for (int64_t panel = 0; panel < panels_of(m); ++panel)
     pack_panel(rows, m, panel, static_cast<char*>(out) + panel * bytes,

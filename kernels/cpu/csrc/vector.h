@@ -9,7 +9,13 @@
 //                                 on the way
 #pragma once
 
+#ifdef __AVX512BF16__
 #include <immintrin.h>
+#define WEFT_PORTABLE 0
+#else
+#include "portable.h"
+#define WEFT_PORTABLE 1
+#endif
 
 #include <algorithm>
 #include <cstddef>
@@ -23,8 +29,9 @@
 namespace weft {
 
 // 20 accumulators, two vectors of columns and one row, of 32 registers. With 12 rows, products take
-// no less time for each, and leave none in which to widen columns.
-constexpr int MAX_ROWS = 10;
+// no less time for each, and leave none in which to widen columns. Of 16 registers of half the size,
+// 6 rows are the best, although their sums do not all stay in registers.
+constexpr int MAX_ROWS = WEFT_PORTABLE ? 6 : 10;
 constexpr int COLUMNS = 32;
 
 inline __m512 widen(__m256i x) {
@@ -137,8 +144,13 @@ inline void store_pairs(const __m512i* numbers, int pairs, bf16* out) {
 }
 
 // How the columns of a product are stored: PAIR bytes for each pair of k. `load` gives those of
-// the first 16 columns and of the last 16, as bfloat16.
-struct PlainColumns {
+// the first 16 columns and of the last 16, as bfloat16. With groups, each GROUP pairs of k are
+// stored after their scales, SCALES bytes: a bfloat16 for each column.
+struct UngroupedColumns {
+  static constexpr int64_t GROUP = 0, SCALES = 0;
+};
+
+struct PlainColumns : UngroupedColumns {
   static constexpr int64_t PAIR = COLUMNS * 2 * sizeof(bf16);
 
   void load(const char* at, __m512bh& left, __m512bh& right) const {
@@ -147,7 +159,7 @@ struct PlainColumns {
   }
 };
 
-struct Int8Columns {  // integers up to 256 are exact in bfloat16
+struct Int8Columns : UngroupedColumns {  // integers up to 256 are exact in bfloat16
   static constexpr int64_t PAIR = COLUMNS * 2;
 
   void load(const char* at, __m512bh& left, __m512bh& right) const {
@@ -163,12 +175,80 @@ struct Int8Columns {  // integers up to 256 are exact in bfloat16
   }
 };
 
+// Four bits for each of 64 numbers, in 32 bytes, and back: a byte each, so that unpacklo and
+// unpackhi with another vector give the left numbers and the right ones.
+inline __m512i unpack_codes(const char* at) {
+  const __m512i codes =
+      _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
+  return _mm512_and_si512(_mm512_srlv_epi32(codes, shifts), _mm512_set1_epi8(15));
+}
+
+inline void pack_codes(__m512i left, __m512i right, char* at) {
+  const __m512i codes = _mm512_packus_epi16(left, right);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
+                      _mm256_or_si256(_mm512_castsi512_si256(codes),
+                                      _mm256_slli_epi16(_mm512_extracti64x4_epi64(codes, 1), 4)));
+}
+
+// Integers from -8 to 7 as codes from 0 to 15, with a scale for each group of 32 along k. Shuffles
+// look up the two bytes of each as bfloat16, which is exact; scales multiply the group's sums.
+struct Int4Columns {
+  static constexpr int64_t PAIR = COLUMNS, GROUP = 16, SCALES = COLUMNS * sizeof(bf16);
+
+  Int4Columns() {
+    alignas(16) uint8_t lower[16], upper[16];
+    for (int code = 0; code < 16; ++code) {
+      const float number = static_cast<float>(code - 8);
+      uint32_t bits;
+      std::memcpy(&bits, &number, sizeof bits);
+      lower[code] = static_cast<uint8_t>(bits >> 16);
+      upper[code] = static_cast<uint8_t>(bits >> 24);
+    }
+    lower_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<__m128i*>(lower)));
+    upper_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<__m128i*>(upper)));
+  }
+
+  void load(const char* at, __m512bh& left, __m512bh& right) const {
+    const __m512i code = unpack_codes(at);
+    const __m512i lower = _mm512_shuffle_epi8(lower_, code);
+    const __m512i upper = _mm512_shuffle_epi8(upper_, code);
+    left = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
+    right = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
+  }
+
+ private:
+  __m512i lower_, upper_;  // the bytes that each code stands for
+};
+
+// Columns of any kind after `widen`: bfloat16 numbers, in the same groups.
+template <typename Columns>
+struct Widened : PlainColumns {
+  static constexpr int64_t GROUP = Columns::GROUP, SCALES = Columns::SCALES;
+};
+
+// Where a pair of k is in a panel. It must be a group's first one, if there are groups.
+template <typename Columns>
+constexpr int64_t offset_of(int64_t pair) {
+  return pair * Columns::PAIR + (Columns::GROUP ? ceil_div(pair, Columns::GROUP) : 0) * Columns::SCALES;
+}
+
+// A panel's bytes; its last group is whole.
+template <typename Columns>
+constexpr int64_t panel_bytes(int64_t pairs) {
+  return offset_of<Columns>(Columns::GROUP ? ceil_div(pairs, Columns::GROUP) * Columns::GROUP : pairs);
+}
+
+// Bytes for each pair, scales included: what is fetched ahead.
+template <typename Columns>
+constexpr int64_t FETCHED = Columns::PAIR + (Columns::GROUP ? Columns::SCALES / Columns::GROUP : 0);
+
 // bfloat16 in 12 bits. The upper seven bits of nearly all exponents of a matrix are among some
 // seven neighbours, so that four bits name them and the sign: codes 0 to 6 are top - code, 7 is
 // zero, and 8 to 15 are top - (code - 8) of negative numbers. A pair is 32 bytes of codes, then 64
 // of what is left of the numbers. A number that has no code is an escape: zero here, and in a list
 // of its own.
-struct CompressedColumns {
+struct CompressedColumns : UngroupedColumns {
   static constexpr int64_t PAIR = COLUMNS * 3;
   static constexpr int CODES = 7;
 
@@ -179,10 +259,7 @@ struct CompressedColumns {
   }
 
   void load(const char* at, __m512bh& left, __m512bh& right) const {
-    const __m512i codes = _mm512_broadcast_i64x4(
-        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-    const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
-    const __m512i code = _mm512_and_si512(_mm512_srlv_epi32(codes, shifts), _mm512_set1_epi8(15));
+    const __m512i code = unpack_codes(at);
     const __m512i upper = _mm512_shuffle_epi8(upper_, code), lower = _mm512_loadu_si512(at + 32);
     left = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
     right = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
@@ -192,10 +269,7 @@ struct CompressedColumns {
   static void store(__m512i left, __m512i right, int top, char* at, uint64_t& escapes) {
     const __mmask32 left_escapes = find_escapes(left, top), right_escapes = find_escapes(right, top);
     escapes = left_escapes | uint64_t{right_escapes} << 32;
-    const __m512i codes = _mm512_packus_epi16(code(left, left_escapes, top), code(right, right_escapes, top));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
-                        _mm256_or_si256(_mm512_castsi512_si256(codes),
-                                        _mm256_slli_epi16(_mm512_extracti64x4_epi64(codes, 1), 4)));
+    pack_codes(code(left, left_escapes, top), code(right, right_escapes, top), at);
     const __m512i byte = _mm512_set1_epi16(0xff);
     left = _mm512_and_si512(_mm512_maskz_mov_epi16(~left_escapes, left), byte);
     right = _mm512_and_si512(_mm512_maskz_mov_epi16(~right_escapes, right), byte);
@@ -254,31 +328,74 @@ inline __m512bh broadcast_pair(const bf16* p) {
 // Each pair also fetches the cache lines of AHEAD bytes from `ahead` on, for weights that come from
 // memory. A sum is one chain whatever R is: a row's result must not depend on its company. (One
 // row alone waits for each addition, and is still faster than memory.)
+//
+// A group's sum is multiplied by its scales, and added to the sum of the groups before.
 template <int R, int64_t AHEAD, typename Columns>
 void multiply_rows(const bf16* rows, const Columns& kind, const char* columns, int64_t pairs,
                    float* sums, bool add, const char* ahead) {
   __m512 sum[R][2];
+  const auto add_pairs = [&](int64_t count) {
+    for (int64_t p = 0; p < count; ++p) {
+      for (int64_t line = 0; line < AHEAD; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T0);
+      ahead += AHEAD;
+      __m512bh left, right;
+      kind.load(columns, left, right);
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
-    for (int h = 0; h < 2; ++h)
-      sum[r][h] = add ? _mm512_loadu_ps(sums + r * COLUMNS + h * 16) : _mm512_setzero_ps();
-  for (int64_t p = 0; p < pairs; ++p) {
-    for (int64_t line = 0; line < AHEAD; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T0);
-    ahead += AHEAD;
-    __m512bh left, right;
-    kind.load(columns, left, right);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const __m512bh row = broadcast_pair(rows + 2 * r);
-      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], row, left);
-      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], row, right);
+      for (int r = 0; r < R; ++r) {
+        const __m512bh row = broadcast_pair(rows + 2 * r);
+        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], row, left);
+        sum[r][1] = _mm512_dpbf16_ps(sum[r][1], row, right);
+      }
+      rows += 2 * R;
+      columns += Columns::PAIR;
     }
-    rows += 2 * R;
-    columns += Columns::PAIR;
-  }
+  };
+  if constexpr (Columns::GROUP == 0) {
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
-    for (int h = 0; h < 2; ++h) _mm512_storeu_ps(sums + r * COLUMNS + h * 16, sum[r][h]);
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < 2; ++h)
+        sum[r][h] = add ? _mm512_loadu_ps(sums + r * COLUMNS + h * 16) : _mm512_setzero_ps();
+    add_pairs(pairs);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < 2; ++h) _mm512_storeu_ps(sums + r * COLUMNS + h * 16, sum[r][h]);
+  } else {
+    for (int64_t pair = 0; pair < pairs; pair += Columns::GROUP) {
+      const bf16* scales = reinterpret_cast<const bf16*>(columns);
+      const __m512 scale[2] = {load_bf16(scales), load_bf16(scales + 16)};
+      columns += Columns::SCALES;
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+      add_pairs(std::min(Columns::GROUP, pairs - pair));
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+        for (int h = 0; h < 2; ++h) {
+          float* total = sums + r * COLUMNS + h * 16;
+          const __m512 before = add || pair ? _mm512_loadu_ps(total) : _mm512_setzero_ps();
+          _mm512_storeu_ps(total, _mm512_fmadd_ps(sum[r][h], scale[h], before));
+        }
+    }
+  }
+}
+
+// Pairs of a panel, from a group's first one on -> Widened<Columns>, for products that use them
+// many times.
+template <typename Columns>
+void widen(const Columns& kind, const char* from, int64_t pairs, char* to) {
+  const int64_t group = Columns::GROUP ? Columns::GROUP : pairs;
+  for (int64_t first = 0; first < pairs; first += group) {
+    std::memcpy(to, from, Columns::SCALES);
+    from += Columns::SCALES;
+    to += Columns::SCALES;
+    for (int64_t pair = first; pair < std::min(first + group, pairs); ++pair) {
+      __m512bh left, right;
+      kind.load(from, left, right);
+      _mm512_storeu_si512(to, (__m512i)left);
+      _mm512_storeu_si512(to + 64, (__m512i)right);
+      from += Columns::PAIR;
+      to += PlainColumns::PAIR;
+    }
+  }
 }
 
 template <int64_t AHEAD, typename Columns, int... R>

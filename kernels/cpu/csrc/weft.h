@@ -14,7 +14,7 @@ namespace weft {
 
 using bf16 = uint16_t;
 
-enum Format : int32_t { PLAIN, INT8, COMPRESSED };
+enum Format : int32_t { PLAIN, INT8, COMPRESSED, INT4 };
 
 // A number of a compressed weight that its 12 bits cannot give.
 struct Escape {
@@ -43,7 +43,7 @@ struct Rows {
   float eps;
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Scratch memory that grows and stays.
 template <typename T>
@@ -74,12 +74,14 @@ extern "C" {
 
 // Of what is declared here: to be raised with every change, here and in native.py, which takes no
 // library of another version.
-constexpr int32_t WEFT_VERSION = 2;
+constexpr int32_t WEFT_VERSION = 3;
 int32_t weft_version();
 
 // A weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
 // [panels][ceil(k / 2)][pair of k of 32 columns], in the matrix's format: 32 rows of the weight to
-// a panel, or 16 of the gate and their 16 of up. Of a compressed one also the escapes. `rows` is
+// a panel, or 16 of the gate and their 16 of up. Of a compressed one also the escapes. Codes of
+// int4 come in bytes; their scales, bfloat16 [panels][groups][32], the caller puts before each
+// group of 16 pairs. `rows` is
 // where each row of the weight begins; of the matrix, `weight` and `escapes` are not read.
 void weft_pack(const void* const* rows, const weft::Matrix* matrix, void* out,
                weft::Escape* escapes);

@@ -18,7 +18,7 @@ CSRC = Path(native.__file__).parent / "csrc"
 
 
 def test_they_are_built_where_there_is_a_compiler() -> None:
-    if shutil.which("g++") is None or not torch.cpu._is_avx512_bf16_supported():
+    if shutil.which("g++") is None or not torch.cpu._is_avx2_supported():
         pytest.skip("nothing to build them with, or for")
     assert native.library() is not None
     assert native.supports(torch.bfloat16)
@@ -26,7 +26,7 @@ def test_they_are_built_where_there_is_a_compiler() -> None:
 
 
 def test_a_cpu_without_the_instructions_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     native.library.cache_clear()
     try:
         assert native.library() is None
@@ -51,7 +51,7 @@ def test_the_version_is_that_of_the_sources() -> None:
 def test_a_library_of_other_sources_is_refused(
     source: str, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shutil.which("gcc") is None or not torch.cpu._is_avx512_bf16_supported():
+    if shutil.which("gcc") is None or not torch.cpu._is_avx2_supported():
         pytest.skip("nothing to build it with, or for")
     old = tmp_path / "old.so"
     build = ["gcc", "-shared", "-fPIC", "-x", "c", "-o", str(old), "-"]
