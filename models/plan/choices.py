@@ -120,7 +120,7 @@ def choices(
 
 
 def formats(place: Slice) -> tuple[str, ...]:
-    """Return the served quantisations on a slice."""
+    """Return the quantisations that are compared on a slice; GPUs' others are not measured yet."""
     return ("none", *ROUNDED) if place.device.cpu else ("none",)
 
 
@@ -256,7 +256,11 @@ def _misfit(
     remedy = "choose a larger slice or a smaller model"
     unquantized = min(each for each, quantization in missing if quantization == "none")
     if (bits := _narrow_weights(spec, place, dtype, unquantized)) is not None:
-        remedy += f". Weights with {bits} bits would fit, but weft does not serve them there yet"
+        remedy += f". Weights with {bits} bits would fit"
+        if place.device.cpu or place.device.shapes:
+            remedy += ", but weft does not serve them there yet"
+        else:
+            remedy += f": --quantization int{bits}"
     return f"{start}, and {lacks}; {remedy}"
 
 

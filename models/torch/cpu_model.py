@@ -34,7 +34,6 @@ from weft.models.torch.cpu_layers import Attention, Ending, LayerCache, LayerLoa
 from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
 
-
 ROUNDED: dict[str, MakeLinear] = {"int8": make_int8_linear, "int4": make_int4_linear}
 """What makes the layers of each quantization."""
 

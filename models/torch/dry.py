@@ -34,6 +34,7 @@ from weft.models.torch.group import ALONE, Group, Groups
 from weft.models.torch.inputs import StepTensors, put, put_step
 from weft.models.torch.logits import Logits
 from weft.models.torch.overlapped import Overlapped
+from weft.models.torch.rounding import rounded_form
 
 META = torch.device("meta")
 
@@ -47,6 +48,7 @@ class Sizes:
         kv_dtype: the KV cache's dtype, by its torch name; None is the compute dtype.
         recordings: steps that are recorded as CUDA graphs.
         copies: copies of experts on a rank.
+        quantization: of weights that the checkpoint stores without.
     """
 
     block_size: int
@@ -57,6 +59,7 @@ class Sizes:
     recordings: Recordings = NO_RECORDINGS
     copies: int = 0
     kv_dtype: str | None = None
+    quantization: str = "none"
 
 
 class DryModel:
@@ -94,7 +97,7 @@ class DryModel:
                 exchange = Overlapped(
                     *(home, of_context, spec, layout, compute, most), copies=sizes.copies
                 )
-            weights = NoWeights(spec, layout)
+            weights = NoWeights(spec, layout, sizes.quantization)
             self._model = GpuModel(
                 *(spec, weights, compute),
                 device=META,
@@ -227,8 +230,8 @@ def _form(value: Any) -> Any:
 class NoWeights:
     """Stands in for a checkpoint: shapes without contents. See gpu_layers.WeightSource."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout) -> None:
-        self.layout, self._spec = layout, spec
+    def __init__(self, spec: ModelSpec, layout: Layout, quantization: str = "none") -> None:
+        self.layout, self._spec, self._quantization = layout, spec, quantization
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         return self.layout.parts(self._spec, weight)
@@ -238,7 +241,7 @@ class NoWeights:
 
     def packed_form(self, weight: WeightSpec) -> PackedForm | None:
         if (stored := self._spec.stored_as(weight)) is None:
-            return None
+            return rounded_form(self._quantization, self.parts(weight))
         rows, columns = self.parts(weight)[-2:]
         shape = weight.shape[-2:]
         grid = (-(-n // (size or n)) for n, size in zip(shape, stored.block, strict=True))

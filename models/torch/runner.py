@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from weft.kernels.gpu.runtime.compilations import Compilations
     from weft.models.torch.balance import Balancer
     from weft.models.torch.exchange import Exchange
+    from weft.models.torch.gpu_layers import WeightSource
     from weft.models.torch.gpu_model import GpuModel
     from weft.models.torch.graphs import Forward, Graphs
     from weft.models.torch.inputs import StepTensors
@@ -206,7 +207,11 @@ class TorchRunner:
             if home is not None:
                 from weft.models.torch.gpu_model import GpuModel  # imports triton
                 from weft.models.torch.graphs import recordings
+                from weft.models.torch.rounding import Rounded
 
+                source: WeightSource = weights
+                if quantization != "none":
+                    source = Rounded(weights, quantization, compute)
                 if cuda_graphs:
                     recorded = recordings(
                         layout, max_num_seqs, max_tokens, overlapped=home.world_size > 1
@@ -215,7 +220,7 @@ class TorchRunner:
                     home, context_home, spec, layout, compute, max_tokens, groups, copies
                 )
                 model = GpuModel(
-                    *(spec, weights, compute),
+                    *(spec, source, compute),
                     device=home.device,
                     exchange=exchange,
                     groups=groups,

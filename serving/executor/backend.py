@@ -68,12 +68,6 @@ def _choose_kernels(config: EngineConfig, layout: Layout, device: torch.device) 
             f"--kv-cache-dtype is {config.kv_cache_dtype}; on CPUs it must be auto, which keeps "
             "keys and values in --dtype. fp8 needs --device cuda"
         )
-    if (gpu or config.kernels == "overlapped") and config.quantization != "none":
-        which = "on GPUs" if gpu else "with --kernels overlapped"
-        raise ConfigError(
-            f"--quantization is '{config.quantization}'; {which} it must be none, which computes "
-            "in --dtype. Rounded weights need --device cpu --kernels plain"
-        )
     if config.kernels == "plain" or not gpu:
         return "overlapped" if config.kernels == "overlapped" else "plain"
     slice = config.replica.slice

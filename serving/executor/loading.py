@@ -413,6 +413,7 @@ def step_sizes(config: EngineConfig, plan: MemoryPlan, num_blocks: int) -> Sizes
         plan.recordings,
         config.redundant_experts // config.ep,
         kv_dtype(config),
+        config.quantization,
     )
 
 

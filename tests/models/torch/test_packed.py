@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
 from support.quantized import FORMATS, FP8, Format, fp8, quantize
-from support.split import INTERPRETED_DECODES, Case, be_rank, generate, running, steps
+from support.split import BLOCK, INTERPRETED_DECODES, Case, be_rank, generate, running, steps
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from weft.kernels.cpu import int4, int8
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.packed import PackedMatrix
+from weft.kernels.symmetric.memory import Home
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
 from weft.models.checkpoint.weights import Weights
@@ -25,8 +29,11 @@ from weft.models.torch import gpu_layers
 from weft.models.torch.dry import NoWeights
 from weft.models.torch.gpu_layers import Experts, PackedLinear, WeightLoader
 from weft.models.torch.group import ALONE
+from weft.models.torch.rounding import Rounded
+from weft.models.torch.runner import TorchRunner
 
 BLOCKS = "fp8, blocks"
+BLOCKS_OF_CACHE = 16
 FORMS: dict[str, Format] = {
     BLOCKS: fp8({**FP8, "weight_block_size": [40, 32]}, (40, 32)),
     **{
@@ -138,6 +145,74 @@ def test_the_balancer_moves_codes_scales_and_zero_points(
     assert len(experts.weights) == 3 * 3
     assert all(part.is_contiguous() and len(part) == slots for part in experts.weights)
     assert all(part[0].equal(part[-1]) for part in experts.weights)
+
+
+def chosen(path: Path, quantization: str, home: Home | None) -> tuple[Any, Any]:
+    """Return the greedy request's tokens and log probabilities, with rounded weights."""
+    runner = TorchRunner.load(
+        path,
+        read_spec(path),
+        dtype="float32",
+        block_size=BLOCK,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=32,
+        quantization=quantization,
+        home=home,
+        cuda_graphs=False,
+    )
+    runner.allocate_kv_cache(BLOCKS_OF_CACHE)
+    outputs = [runner.step(step) for step in steps(0, INTERPRETED_DECODES)][1:]
+    runner.close()
+    logprobs = [each.logprobs.chosen[0] for each in outputs if each.logprobs is not None]
+    return [each.token_ids[0] for each in outputs], logprobs
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_weights_are_rounded_as_on_cpus(family: str, quantization: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family, num_hidden_layers=1)
+    spec = read_spec(path)
+    with installed():
+        tokens, logprobs = chosen(path, quantization, VirtualHome(VirtualWorld(1), 0))
+    weights = Weights(path, spec)
+    source = Rounded(weights, quantization, torch.float32)
+    absent = NoWeights(spec, Layout(), quantization)
+    products = [weight for weight in spec.weights if ".layers." in weight.name]
+    products = [
+        weight for weight in products if len(weight.shape) > 1 and "mlp.gate." not in weight.name
+    ]
+    assert products
+    folder = tmp_path / "rounded"
+    folder.mkdir()
+    for file in path.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, folder)
+    tensors = load_file(path / "model.safetensors")
+    quantize = {"int8": cpu_int8, "int4": cpu_int4}[quantization]
+    for name, tensor in tensors.items():
+        if ".layers." in name and tensor.dim() == 2 and not name.endswith("mlp.gate.weight"):
+            tensors[name] = quantize(tensor.float())
+    save_file(tensors, folder / "model.safetensors")
+    rounded = Weights(folder, read_spec(folder))
+    for weight in products:
+        assert source.packed_form(weight) == absent.packed_form(weight) is not None
+        for one, values in zip(source.read_packed(weight), rounded.read_each(weight), strict=True):
+            assert one.form == source.packed_form(weight)
+            assert torch.equal(one.dequantize(), values.float())
+    with installed():
+        expected, expected_logprobs = chosen(folder, "none", VirtualHome(VirtualWorld(1), 0))
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-3, atol=1e-4)
+
+
+def cpu_int8(weight: torch.Tensor) -> torch.Tensor:
+    integers, scale = int8.quantize(weight)
+    return integers.float() * scale[:, None]
+
+
+def cpu_int4(weight: torch.Tensor) -> torch.Tensor:
+    return int4.dequantize(*int4.quantize(weight))
 
 
 CASES: dict[int, list[Case]] = {

@@ -198,13 +198,6 @@ def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.M
     assert [chosen(1, 2), chosen(0, 3), chosen(0, 1, 2)] == ["plain"] * 3
 
 
-def test_what_gpus_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--quantization is 'int8'; on GPUs it must be none"):
-        choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)
-    with pytest.raises(ConfigError, match=r"in --dtype\. int8 needs --device cpu --kernels plain"):
-        choose_kernels(EngineConfig(quantization="int8", kernels="overlapped"), Layout(), CPU)
-
-
 def test_an_fp8_cache_needs_gpus_with_fp8() -> None:
     config = EngineConfig(kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="--kv-cache-dtype is fp8; on CPUs it must be auto"):
