@@ -108,6 +108,11 @@ class Int4Linear(TorchLinear):
             out = x.new_empty(0, self.out_features)
         return out if self._bias is None else out + self._bias
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and scales."""
+        return self._codes.nbytes + self._scale.nbytes
+
     def _by_blocks(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), self.out_features)
         step = max(1, BLOCK_ELEMENTS // max(1, x.shape[1]))

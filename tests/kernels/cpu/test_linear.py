@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from weft.kernels import reference
 from weft.kernels.cpu import linear as module
 from weft.kernels.cpu import native
+from weft.kernels.cpu.int4 import make_int4_linear
 from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.linear import Linear, NativeLinear, PackedLinear, RMSNorm, make_linear
 
@@ -183,7 +184,9 @@ def test_weight_may_be_a_view(compiled: bool) -> None:
     gated=st.booleans(),
     with_bias=st.booleans(),
     copied=st.booleans(),
-    way=st.sampled_from(["compressed", "plain", "int8", "torch", "torch int8"]),
+    way=st.sampled_from(
+        ["compressed", "plain", "int8", "int4", "torch", "torch int8", "torch int4"]
+    ),
     dtype=DTYPES,
 )
 def test_a_weight_may_be_in_parts(
@@ -199,17 +202,18 @@ def test_a_weight_may_be_in_parts(
     """The layer equals that of the whole weight bit by bit; `copied`: parts are not contiguous."""
     if gated:
         heights = [*heights, sum(heights)]
-    if way in ("compressed", "plain", "int8"):
+    if way in ("compressed", "plain", "int8", "int4"):
         dtype = torch.bfloat16
     n = sum(heights)
     weight = (torch.randn(n, k) * torch.exp2(torch.randint(-9, 1, (n, 1)))).to(dtype)
     bias = torch.randn(n).to(dtype) if with_bias else None
     parts = list((weight.T.contiguous().T if copied else weight).split(heights))
     x = torch.randn(rows, k).to(dtype)
+    rounding = {"int8": make_int8_linear, "int4": make_int4_linear}
     with compiled_kernels(not way.startswith("torch")):
         whole, joined = (
-            make_int8_linear(given, bias, gated=gated)
-            if way.endswith("int8")
+            rounding[way[-4:]](given, bias, gated=gated)
+            if way[-4:] in rounding
             else NativeLinear(given, bias, gated=gated, compress=way == "compressed")
             if way != "torch"
             else make_linear(given, bias, gated=gated)
@@ -239,7 +243,7 @@ def test_parts_are_compressed_as_the_whole_is(heights: list[int], k: int) -> Non
 def test_parts_that_do_not_fit_are_refused() -> None:
     first = torch.zeros(3, 5).bfloat16()
     for other in (torch.zeros(3, 6).bfloat16(), torch.zeros(3, 5), torch.zeros(5).bfloat16()):
-        for make in (make_linear, make_int8_linear):
+        for make in (make_linear, make_int8_linear, make_int4_linear):
             with pytest.raises(ValueError, match=r"weight has shape .* like a part of \(3, 5\)"):
                 make((first, other))
     with pytest.raises(ValueError, match="weight has 5 rows; a gated layer"):
@@ -368,7 +372,8 @@ def test_a_weight_of_many_scales_is_not_compressed() -> None:
 def test_rows_of_other_weights_are_refused() -> None:
     weight = torch.zeros(6, 16).bfloat16()
     with compiled_kernels(True):
-        for layer in (NativeLinear(weight, gated=True), make_int8_linear(weight)):
+        others = (make_int8_linear(weight), make_int4_linear(weight))
+        for layer in (NativeLinear(weight, gated=True), *others):
             assert isinstance(layer, NativeLinear)
             with pytest.raises(ValueError, match="not gated"):
                 layer.weight_rows(torch.zeros(1, dtype=torch.int64))

@@ -13,9 +13,10 @@ from support.kernels import compiled_kernels
 from torch import Tensor
 
 from weft.kernels import reference
+from weft.kernels.cpu.int4 import make_int4_linear
 from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.linear import RMSNorm
-from weft.kernels.cpu.moe import PackedExperts, route
+from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -178,14 +179,18 @@ def test_experts_elsewhere_add_nothing(parts: tuple[int, ...], compiled: bool) -
     torch.testing.assert_close(total, whole.float(), atol=0.02, rtol=0.02)
 
 
-def test_compiled_int8_experts_are_near_those_of_bfloat16() -> None:
+@pytest.mark.parametrize(("make", "error"), [(make_int8_linear, 0.02), (make_int4_linear, 0.16)])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rounded_experts_are_near_those_of_bfloat16(
+    make: MakeLinear, error: float, compiled: bool
+) -> None:
     gate, up, down = random_experts(4, 48, 64, torch.bfloat16)
     x = torch.randn(20, 64).bfloat16()
     ids, scale = random_routes(20, 4, 2)
-    with compiled_kernels(True):
-        got = PackedExperts(gate, up, down, make_int8_linear)(x, ids, scale)
+    with compiled_kernels(compiled):
+        got = PackedExperts(gate, up, down, make)(x, ids, scale)
     expected = reference.moe(x, gate, up, down, ids, scale)
-    assert (got.float() - expected).norm() < 0.02 * expected.norm()
+    assert (got.float() - expected).norm() < error * expected.norm()
 
 
 def test_a_compiled_token_does_not_depend_on_its_company() -> None:

@@ -71,12 +71,14 @@ def test_a_cache_in_fp8_has_twice_the_tokens() -> None:
     assert eight.weights == sixteen.weights
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_stages_share_weights_and_cache(quantization: str) -> None:
     stages = [Layout(rank=rank, pp=3).local(SPEC) for rank in range(3)]
     table = 2 * SPEC.embedding.size
     weights = [stage.weight_bytes("auto", quantization) for stage in stages]
-    last = table if quantization == "none" else SPEC.embedding.size + 2 * SPEC.vocab_size
+    width = SPEC.hidden_size
+    rows = {"none": 2 * width, "int8": width + 2, "int4": width // 32 * 18}
+    last = SPEC.vocab_size * rows[quantization]
     # The table is on the first stage, for embedding tokens, and on the last, as the LM head.
     assert sum(weights) == SPEC.weight_bytes("auto", quantization) + table
     norm = 2 * SPEC.hidden_size

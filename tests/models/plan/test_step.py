@@ -132,7 +132,7 @@ def test_bytes_between_ranks_are_those_that_ranks_send(
     assert found == [pytest.approx(counts[1:]) for counts in sent[name]]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
 def test_a_large_step_reads_all_weights_once(
     model: str, quantization: str, models: dict[str, Path]

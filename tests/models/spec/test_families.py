@@ -130,6 +130,13 @@ def test_int8_halves_the_matrices_but_an_untied_embedding(tied: bool) -> None:
     assert spec.weight_bytes("auto", "int8") == matrices + 2 * (rows + norms + kept)
 
 
+def test_int4_takes_four_bits_and_a_scale_for_each_group() -> None:
+    """Also where the last group is not full: 48 inputs have two groups."""
+    spec = build_spec(LLAMA | {"intermediate_size": 48, "tie_word_embeddings": True}, SOURCE)
+    rows = 2 * (64 + 32 + 32 + 64 + 48 + 48 + 64) + 320  # all with two groups
+    assert spec.weight_bytes("auto", "int4") == rows * 2 * (16 + 2) + 2 * 5 * 64
+
+
 def test_int8_leaves_routers_and_norms_as_they_are() -> None:
     spec = build_spec(QWEN3_MOE, SOURCE)
     moe = spec.layers[0].feed_forward

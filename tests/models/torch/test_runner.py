@@ -302,16 +302,19 @@ def test_warming_up_leaves_no_trace(path: Path, limits: dict[str, int]) -> None:
         )
 
 
-def test_int8_weights_give_nearly_the_same_probabilities(path: Path) -> None:
+@pytest.mark.parametrize(("rounded", "tolerance"), [("int8", 0.1), ("int4", 1.0)])
+def test_rounded_weights_give_nearly_the_same_probabilities(
+    rounded: str, tolerance: float, path: Path
+) -> None:
     prompt = _prompt(40)
     chosen = []
-    for quantization in ("none", "int8"):
+    for quantization in ("none", rounded):
         driver = _driver(_load(path, quantization=quantization))
         scores = driver.step((driver.add(prompt, 41), 40), prompt_logprobs=0).prompt_logprobs
         assert scores is not None
         chosen.append(scores.chosen)
     assert not np.array_equal(*chosen)
-    np.testing.assert_allclose(*chosen, atol=0.1)
+    np.testing.assert_allclose(*chosen, atol=tolerance)
 
 
 def test_loading_reports_progress(path: Path) -> None:

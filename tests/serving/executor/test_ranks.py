@@ -193,7 +193,7 @@ def test_ranks_that_share_an_fp8_cache_answer_as_one(model: Path, tmp_path: Path
         (
             {"kernels": "overlapped", "quantization": "int8"},
             "--quantization is 'int8'; with --kernels overlapped it must be none, which computes "
-            "in --dtype. int8 needs --device cpu --kernels plain",
+            "in --dtype. Rounded weights need --device cpu --kernels plain",
         ),
     ],
 )
