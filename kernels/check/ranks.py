@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -69,7 +70,7 @@ class _Rank:
     """One rank's thread: its current wait, and whether it has finished.
 
     Attributes:
-        turn: released to give it the turn.
+        turn: a word in it gives it the turn.
         stalled: its wait, in words; None if it can run.
         signal: the address that it polls; None if it waits at a meeting.
         finished: whether it has finished.
@@ -77,7 +78,7 @@ class _Rank:
         program: its running program.
     """
 
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    turn: SimpleQueue[None] = field(default_factory=SimpleQueue)
     stalled: str | None = None
     signal: int | None = None
     finished: bool = False
@@ -122,7 +123,7 @@ class Ranks:
 
     def start(self) -> None:
         """Give the first turn to a rank."""
-        self._ranks[self._choose()].turn.release()
+        self._ranks[self._choose()].turn.put(None)
 
     def enter(self, rank: int) -> None:
         """Wait for this rank's first turn."""
@@ -214,16 +215,16 @@ class Ranks:
                 self.failure = hang
             self._release_all()
             return
-        self._ranks[chosen].turn.release()
+        self._ranks[chosen].turn.put(None)
 
     def _wait(self, rank: int) -> None:
-        self._ranks[rank].turn.acquire()
+        self._ranks[rank].turn.get()
         if self.failure is not None:
             raise _Abandoned
 
     def _release_all(self) -> None:
         for state in self._ranks:
-            state.turn.release()
+            state.turn.put(None)
 
     def _waits_for(self, rank: int) -> tuple[list[int], str]:
         """Return the ranks awaited by a waiting rank, if known, and a description."""

@@ -48,8 +48,14 @@ STACKED = {
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints to quantise. Neither heads nor widths are multiples of all blocks."""
+    few_experts: dict[str, dict[str, int]] = {
+        "qwen3_moe": {"num_experts": 4},
+        "bailing_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    }
     return {
-        family: make_checkpoint(tmp_path_factory.mktemp(family), family)
+        family: make_checkpoint(
+            tmp_path_factory.mktemp(family), family, **few_experts.get(family, {})
+        )
         for family in ("llama", "phi3", "qwen3_moe", "bailing_moe", "granite")
     }
 

@@ -23,24 +23,34 @@ LLAMA_70B = LLAMA_8B | {
     "num_attention_heads": 64,
 }
 
+MODELS = [
+    (LLAMA_8B, 1, 1),
+    (LLAMA_70B, 8, 1),
+    (QWEN3_MOE, 1, 8),
+    (QWEN3_MOE, 4, 1),
+    (GLM4_MOE, 4, 1),
+    (MINIMAX_M2, 8, 8),
+]
+MORE_MODELS = [
+    (GLM4_MOE, 1, 8),
+    (QWEN2_MOE, 4, 1),
+    (MINIMAX_M2, 1, 1),
+    (LLAMA_70B, 2, 1),
+    (QWEN3_MOE, 1, 1),
+    (QWEN3_MOE, 8, 8),
+]
+WAYS = ("graphs", "none")
+CASES = [(*MODELS[0], "none"), *((*model, WAYS[i % 2]) for i, model in enumerate(MODELS))]
+"""Each model in one way; the smallest, on one rank, in both."""
+MORE = [
+    *((*model, WAYS[i % 2 - 1]) for i, model in enumerate(MODELS[1:], 1)),
+    *((*model, way) for model in MORE_MODELS for way in WAYS),
+]
 
-@pytest.mark.parametrize("graphs", ["graphs", "none"])
+
 @pytest.mark.parametrize(
-    ("config", "tp", "ep"),
-    [
-        (LLAMA_8B, 1, 1),
-        (LLAMA_70B, 8, 1),
-        (QWEN3_MOE, 1, 8),
-        (QWEN3_MOE, 4, 1),
-        (GLM4_MOE, 4, 1),
-        (MINIMAX_M2, 8, 8),
-        pytest.param(GLM4_MOE, 1, 8, marks=pytest.mark.slow),
-        pytest.param(QWEN2_MOE, 4, 1, marks=pytest.mark.slow),
-        pytest.param(MINIMAX_M2, 1, 1, marks=pytest.mark.slow),
-        pytest.param(LLAMA_70B, 2, 1, marks=pytest.mark.slow),
-        pytest.param(QWEN3_MOE, 1, 1, marks=pytest.mark.slow),
-        pytest.param(QWEN3_MOE, 8, 8, marks=pytest.mark.slow),
-    ],
+    ("config", "tp", "ep", "graphs"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else str(value),
 )
 def test_no_step_needs_another_kernel(
