@@ -136,7 +136,8 @@ class MemoryPlan:
     def weights(self) -> int:
         own = self.spec.weight_bytes(self.dtype, self.quantization, packed=self.packed)
         if self.packed:
-            own += dequantized_bytes(self.spec, self.dtype, experts=self.sharded)
+            rounded = self.quantization != "none"
+            own += dequantized_bytes(self.spec, self.dtype, experts=self.sharded, rounded=rounded)
         return own - self.saved + self.copies
 
     @property
@@ -222,13 +223,14 @@ def copies_bytes(spec: ModelSpec, dtype: str, copies: int) -> int:
     return (total + buffer) * DTYPE_BYTES[spec.compute_dtype(dtype)]
 
 
-def dequantized_bytes(spec: ModelSpec, dtype: str, *, experts: bool) -> int:
+def dequantized_bytes(spec: ModelSpec, dtype: str, *, experts: bool, rounded: bool) -> int:
     """Count the bytes of the buffer for dequantised weights (models/torch/gpu_layers.py).
 
     Args:
         spec: a rank's part of the model.
         dtype: dtype of the buffer.
         experts: products of experts take plain weights, because ranks exchange beside them.
+        rounded: weights are quantised when loading, unless the checkpoint's are.
     """
     largest = 0
     for layer in spec.layers:
@@ -241,7 +243,7 @@ def dequantized_bytes(spec: ModelSpec, dtype: str, *, experts: bool) -> int:
         if experts and isinstance(block, MoeSpec):
             products += [[block.gate, block.up], [block.down]]
         for weights in products:
-            if any(spec.stored_as(weight) is not None for weight in weights):
+            if rounded or any(weight.stored is not None for weight in weights):
                 largest = max(largest, sum(weight.size for weight in weights))
     return largest * DTYPE_BYTES[spec.compute_dtype(dtype)]
 

@@ -19,7 +19,7 @@ from weft.models.spec.families.family import Family
 from weft.models.spec.families.registry import ARCHITECTURES, FAMILIES, WRAPPERS
 from weft.models.spec.quantization import UNUSED, read_quantization, unread_quantization
 from weft.models.spec.rope_fields import read_rope
-from weft.models.spec.spec import DTYPE_BYTES, ModelSpec
+from weft.models.spec.spec import DTYPE_BYTES, ModelSpec, with_stored
 
 SKIPPED = (
     *("*.rotary_emb.inv_freq", "mtp.*", "v_head.*"),
@@ -50,6 +50,8 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
     tied = _is_tied(whole, fields, architecture, family)
     layers = tuple(family.describe_layer(fields, decoder, i) for i in range(decoder.layers))
     check_layer_types(fields, decoder, layers)
+    if quantization is not None:
+        layers = tuple(with_stored(layer, quantization) for layer in layers)
     spec = ModelSpec(
         architecture=architecture,
         # Quantized checkpoints without the field are of models that are published in bfloat16.

@@ -114,6 +114,7 @@ class WeightSpec:
             the same order. The first axis then consists of heads.
         in_float32: kept in float32, whatever the compute dtype is.
         scale: multiplies the checkpoint's numbers, in float32.
+        stored: how the checkpoint quantises a product's weight; None if it does not.
     """
 
     name: str
@@ -123,6 +124,7 @@ class WeightSpec:
     head_order: tuple[int, ...] = ()
     in_float32: bool = False
     scale: float = 1.0
+    stored: QuantSpec | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -472,25 +474,6 @@ class ModelSpec:
         dtype = self.dtype if requested == "auto" else requested
         return "bfloat16" if dtype in ("float16", "half") else dtype
 
-    def stored_as(self, weight: WeightSpec) -> QuantSpec | None:
-        """Return how the checkpoint stores a product's weight; None if it is not quantised."""
-        if self.quantization is None:
-            return None
-        return self.quantization.of(weight.known_places[0].tensor(0).removesuffix(".weight"))
-
-    def _products(self) -> set[WeightSpec]:
-        """The weights of all products in layers, but not of routers and gates."""
-        found: set[WeightSpec] = set()
-        for layer in self.layers:
-            attention, block = layer.attention, layer.feed_forward
-            linears = [attention.q, attention.k, attention.v, attention.o]
-            if isinstance(block, MoeSpec):
-                found |= {block.gate, block.up, block.down}
-            mlp = block.shared if isinstance(block, MoeSpec) else block
-            linears += [] if mlp is None else [mlp.gate, mlp.up, mlp.down]
-            found |= {linear.weight for linear in linears}
-        return found
-
     def weight_bytes(
         self, dtype: str = "auto", quantization: str = "none", *, packed: bool = False
     ) -> int:
@@ -505,13 +488,12 @@ class ModelSpec:
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         kept = set() if quantization == "none" else self._unquantized()
         if packed:
-            kept = set(self.weights) - self._products()
+            kept = set(self.weights) - {each for layer in self.layers for each in products(layer)}
         size = 0
         for weight in self.weights:
             each = 4 if weight.in_float32 else item
-            stored = self.stored_as(weight) if packed and weight not in kept else None
-            if stored is not None:
-                size += stored.packed_bytes(weight.shape)
+            if packed and weight.stored is not None:
+                size += weight.stored.packed_bytes(weight.shape)
             elif quantization == "none" or len(weight.shape) == 1 or weight in kept:
                 size += weight.size * each
             else:
@@ -538,6 +520,43 @@ class ModelSpec:
         """
         numbers = 2 * len(self.layers) * self.num_kv_heads * self.head_dim
         return numbers * (1 if dtype == FP8_CACHE else DTYPE_BYTES[self.compute_dtype(dtype)])
+
+
+def products(layer: LayerSpec) -> Iterator[WeightSpec]:
+    """Yield the weights of a layer's products, but not of routers and gates."""
+    attention, block = layer.attention, layer.feed_forward
+    yield from (each.weight for each in (attention.q, attention.k, attention.v, attention.o))
+    if isinstance(block, MoeSpec):
+        yield from (block.gate, block.up, block.down)
+    mlp = block.shared if isinstance(block, MoeSpec) else block
+    if mlp is not None:
+        yield from (each.weight for each in (mlp.gate, mlp.up, mlp.down))
+
+
+def with_stored(layer: LayerSpec, quantization: Quantization) -> LayerSpec:
+    """Return a layer whose products' weights say how the checkpoint quantises them."""
+
+    def weight(each: WeightSpec) -> WeightSpec:
+        name = each.known_places[0].tensor(0)
+        return replace(each, stored=quantization.of(name.removesuffix(".weight")))
+
+    def linear(each: LinearSpec) -> LinearSpec:
+        return replace(each, weight=weight(each.weight))
+
+    def mlp(each: MlpSpec) -> MlpSpec:
+        gate, up, down = map(linear, (each.gate, each.up, each.down))
+        return replace(each, gate=gate, up=up, down=down)
+
+    attention, block = layer.attention, layer.feed_forward
+    q, k, v, o = map(linear, (attention.q, attention.k, attention.v, attention.o))
+    if isinstance(block, MoeSpec):
+        gate, up, down = map(weight, (block.gate, block.up, block.down))
+        shared = None if block.shared is None else mlp(block.shared)
+        block = replace(block, gate=gate, up=up, down=down, shared=shared)
+    else:
+        block = mlp(block)
+    attention = replace(attention, q=q, k=k, v=v, o=o)
+    return replace(layer, attention=attention, feed_forward=block)
 
 
 def _layer_weights(layer: LayerSpec) -> Iterator[WeightSpec]:

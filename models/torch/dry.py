@@ -221,7 +221,7 @@ def _first_of_each(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
 def _form(value: Any) -> Any:
     """Return what decides a layer's kernels: everything except names."""
     if isinstance(value, WeightSpec):
-        return value.shape
+        return value.shape, value.stored
     if is_dataclass(value):
         return type(value), *(_form(getattr(value, field.name)) for field in fields(value))
     return value
@@ -240,7 +240,7 @@ class NoWeights:
         return meta([part.stop - part.start for part in self.parts(weight)])
 
     def packed_form(self, weight: WeightSpec) -> PackedForm | None:
-        if (stored := self._spec.stored_as(weight)) is None:
+        if (stored := weight.stored) is None:
             return rounded_form(self._quantization, self.parts(weight))
         rows, columns = self.parts(weight)[-2:]
         shape = weight.shape[-2:]

@@ -113,7 +113,7 @@ def test_weights_stay_as_they_are_stored(form: str, pairs: dict[tuple[str, str],
                 assert torch.equal(one.dequantize(), values.float())
                 assert [each.shape for each in one.parts] == [each.shape for each in other.parts]
                 assert [each.dtype for each in one.parts] == [each.dtype for each in other.parts]
-        assert spec.stored_as(spec.layers[0].attention.o.weight) is not None
+        assert spec.layers[0].attention.o.weight.stored is not None
         size = spec.weight_bytes("float32", packed=True)
         assert size < 0.8 * spec.weight_bytes("float32")
 
