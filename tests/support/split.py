@@ -335,8 +335,7 @@ def running(
     size: int, body: Callable[..., None], *arguments: Any, after: Any = ()
 ) -> Iterator[list[Connection]]:
     """The pipes of processes body(rank, *arguments, pipe, *after); in the end, all ended well."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["weft.models.torch.runner"])  # so that torch is imported once
+    context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):
         own, other = context.Pipe()

@@ -208,12 +208,13 @@ OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         ("experts", Layout(ep=2)),
         ("window", Layout(cp=2)),
         ("tied", Layout(pp=2)),
-        *((model, Layout(tp=2)) for model in (*NEWER, "four norms")),
+        *((model, Layout(tp=2)) for model in ("shared gate", "wide norms", "four norms")),
     ],
 }
 MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
     2: [
         *((model, Layout(tp=2)) for model in ("tied", "odd vocabulary", "mixtral", "shared bias")),
+        ("groups", Layout(tp=2)),
         *((model, Layout(ep=2)) for model in NEWER),
         *((model, Layout(tp=2, ep=2)) for model in ("groups", "wide norms")),
         ("wide norms", Layout(cp=2)),

@@ -1,4 +1,4 @@
-"""Two servers that the tests here share: a tiny real model, and a mock with slow steps."""
+"""Servers that the tests here share, each for all tests of a process: it starts for seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.models.checkpoint.locate import locate
 SLOW_MOCK = "support.mock_runner:load_slowly"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`weft serve` of a tiny random model: its text is noise, with half characters."""
     path = tmp_path_factory.mktemp("server")
@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A mock model with steps of 5 ms, 64 token ids, eight places and a queue of four."""
     path = tmp_path_factory.mktemp("mock")
@@ -35,7 +35,7 @@ def mock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A model that says what the last message says, with Qwen's marks of calls and reasoning."""
     path = tmp_path_factory.mktemp("echo")
@@ -44,7 +44,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     """OpenAI's client of the bundled model, which knows tools."""
     with (

@@ -13,13 +13,13 @@ from weft.models.checkpoint.locate import locate
 KEY = "the key of all clients"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def key() -> str:
     """The server's API key."""
     return KEY
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The bundled model, which computes, and knows tools."""
     path = tmp_path_factory.mktemp("demo")
@@ -27,7 +27,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A model with thoughts, tool calls and answers from `tool_loop.SCRIPT`."""
     path = tmp_path_factory.mktemp("scripted")
