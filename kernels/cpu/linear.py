@@ -181,9 +181,7 @@ class NativeLinear:
         # The matrix holds addresses of these, so they must live as long as it does.
         self._bias = None if bias is None else _panels(bias, gated).flatten()
         grouped = scale is not None and scale.dim() == 2
-        self._scale = (
-            None if scale is None or grouped else _panels(scale.float(), gated).flatten()
-        )
+        self._scale = None if scale is None or grouped else _panels(scale.float(), gated).flatten()
         self.matrix = native.Matrix(
             scale=native.address(self._scale),
             bias=native.address(self._bias),

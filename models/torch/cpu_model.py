@@ -34,7 +34,6 @@ from weft.models.torch.cpu_layers import Attention, Ending, LayerCache, LayerLoa
 from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
 
-
 ROUNDED: dict[str, MakeLinear] = {"int8": make_int8_linear, "int4": make_int4_linear}
 """What makes the layers of each quantization."""
 
@@ -138,8 +137,8 @@ class CpuModel:
         spec: the whole model.
         weights: yields the tensors one at a time.
         dtype: compute dtype.
-        quantization: of the matrices: "none", "int8" or "int4". Norms, biases, routers and the embedding
-            stay as they are.
+        quantization: of the matrices: "none" or a key of ROUNDED. Norms, biases, routers and the
+            embedding stay as they are.
         compress: compress bfloat16 matrices without loss; see linear.NativeLinear.
         groups: the ranks with the other parts.
 

@@ -66,7 +66,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")]
+    ("dtype", "quantization"),
+    [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
 )
 def test_a_process_takes_what_the_ledger_says(
     models: dict[str, Path], family: str, dtype: str, quantization: str

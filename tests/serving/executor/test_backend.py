@@ -201,7 +201,9 @@ def test_auto_overlaps_only_gpus_that_all_reach_each_other(monkeypatch: pytest.M
 def test_what_gpus_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="--quantization is 'int8'; on GPUs it must be none"):
         choose_kernels(EngineConfig(quantization="int8"), Layout(), GPU)
-    with pytest.raises(ConfigError, match=r"in --dtype\. Rounded weights need --device cpu --kernels plain"):
+    with pytest.raises(
+        ConfigError, match=r"in --dtype\. Rounded weights need --device cpu --kernels plain"
+    ):
         choose_kernels(EngineConfig(quantization="int8", kernels="overlapped"), Layout(), CPU)
 
 
