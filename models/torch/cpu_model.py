@@ -137,8 +137,8 @@ class CpuModel:
         spec: the whole model.
         weights: yields the tensors one at a time.
         dtype: compute dtype.
-        quantization: of the matrices: "none", "int8" or "int4". Norms, biases, routers and the embedding
-            stay as they are.
+        quantization: of the matrices: "none" or a key of ROUNDED. Norms, biases, routers and the
+            embedding stay as they are.
         compress: compress bfloat16 matrices without loss; see linear.NativeLinear.
         groups: the ranks with the other parts.
 

@@ -181,6 +181,8 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> Finding:
+    from weft.kernels.cpu import native
+
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     facts = {
         key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
@@ -188,7 +190,7 @@ def _processor() -> Finding:
     flags = set(facts.get("flags", facts.get("Features", "")).split())
     fast = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     seen = f"{facts.get('model name', platform.machine())}: {', '.join(fast) or 'no AVX'}"
-    if not flags & {"avx512_bf16", "amx_bf16", "bf16"}:
+    if not flags & {"avx512_bf16", "amx_bf16", "bf16"} and native.library() is None:
         advice = "bfloat16 is emulated: --dtype float32 is faster where the model fits"
         return Finding("processor", "warn", seen, advice)
     return Finding("processor", "ok", seen)
@@ -202,13 +204,13 @@ def _kernels() -> Finding:
 
     if native.library() is not None:
         return Finding("CPU kernels", "ok", "compiled, for bfloat16, int8 and int4")
-    if torch.cpu._is_avx512_bf16_supported():
+    if torch.cpu._is_avx2_supported():
         advice = (
             "install g++ 11 or newer, then reinstall weft: decoding gets up to 1.6 times as fast"
         )
         seen = "compiled, but fail to load" if native.FILE.exists() else "not compiled"
         return Finding("CPU kernels", "warn", f"{seen}: torch's operators are used", advice)
-    return Finding("CPU kernels", "ok", "torch's operators; the compiled ones need AVX-512 BF16")
+    return Finding("CPU kernels", "ok", "torch's operators; the compiled ones need AVX2")
 
 
 def _cores(engine: EngineConfig) -> Finding:

@@ -159,8 +159,8 @@ class EngineConfig:
     quantization: Annotated[
         Quantization,
         Help(
-            "rounds weights when loading: int8 with one scale per output channel, int4 with one per "
-            "group of 32 inputs; CPUs only"
+            "rounds weights when loading: int8 with one scale per output channel, int4 with one "
+            "per group of 32 inputs; CPUs only"
         ),
     ] = "none"
     kv_cache_dtype: Annotated[

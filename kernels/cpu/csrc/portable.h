@@ -464,33 +464,46 @@ inline PartU rounded(const PartF& x) {
   const PartU bits = (PartU)x, nearest = bits + 0x7fff + (bits >> 16 & 1);
   return x == x ? nearest : bits | 0x400000;
 }
+// The upper half of each lane.
 #ifdef __AVX2__
-inline __m256bh _mm512_cvtneps_pbh(const __m512& x) {
+inline __m256bh upper_halves(const PartU (&x)[PARTS]) {
   typedef int64_t Quarters __attribute__((vector_size(32)));
   // Packs within 128 bits; the middle quarters change places.
-  const auto packed = __builtin_ia32_packusdw256((PartI)(rounded(x.part[0]) >> 16),
-                                                 (PartI)(rounded(x.part[1]) >> 16));
-  const Quarters q = (Quarters)packed;
+  const Quarters q = (Quarters)__builtin_ia32_packusdw256((PartI)(x[0] >> 16), (PartI)(x[1] >> 16));
   __m256bh out;
   out.bits.part[0] = (PartI)__builtin_shuffle(q, (Quarters){0, 2, 1, 3});
   return out;
 }
 #else
-inline __m256bh _mm512_cvtneps_pbh(const __m512& x) {
+inline __m256bh upper_halves(const PartU (&x)[PARTS]) {
   __m256bh out;
   each_part([&](int p) {
-    const PartH half = __builtin_convertvector(rounded(x.part[p]) >> 16, PartH);
+    const PartH half = __builtin_convertvector(x[p] >> 16, PartH);
     std::memcpy(reinterpret_cast<char*>(&out.bits.part[p / 2]) + p % 2 * sizeof half, &half,
                 sizeof half);
   });
   return out;
 }
 #endif
+inline __m256bh _mm512_cvtneps_pbh(const __m512& x) {
+  PartU bits[PARTS];
+  each_part([&](int p) { bits[p] = rounded(x.part[p]); });
+  return upper_halves(bits);
+}
+inline __m512bh halves_of(const __m256i& low, const __m256i& high) {
+  return _mm512_inserti64x4(_mm512_inserti64x4(_mm512_setzero_si512(), low, 0), high, 1);
+}
 inline __m512bh _mm512_cvtne2ps_pbh(const __m512& high, const __m512& low) {
-  const __m256i halves[2] = {_mm512_cvtneps_pbh(low), _mm512_cvtneps_pbh(high)};
-  __m512bh out;
-  each_part([&](int p) { out.part[p] = halves[p / (PARTS / 2)].part[p % (PARTS / 2)]; });
-  return out;
+  return halves_of(_mm512_cvtneps_pbh(low), _mm512_cvtneps_pbh(high));
+}
+// The same for numbers that bfloat16 has: nothing is rounded.
+inline __m512bh narrow_exactly(const __m512& high, const __m512& low) {
+  const auto upper = [](const __m512& x) {
+    PartU bits[PARTS];
+    each_part([&](int p) { bits[p] = (PartU)x.part[p]; });
+    return upper_halves(bits);
+  };
+  return halves_of(upper(low), upper(high));
 }
 
 // Integers, and moves of lanes.

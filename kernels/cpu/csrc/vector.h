@@ -159,6 +159,11 @@ struct PlainColumns : UngroupedColumns {
   }
 };
 
+#if !WEFT_PORTABLE
+// Two vectors of numbers that bfloat16 has.
+inline __m512bh narrow_exactly(__m512 high, __m512 low) { return _mm512_cvtne2ps_pbh(high, low); }
+#endif
+
 struct Int8Columns : UngroupedColumns {  // integers up to 256 are exact in bfloat16
   static constexpr int64_t PAIR = COLUMNS * 2;
 
@@ -170,8 +175,8 @@ struct Int8Columns : UngroupedColumns {  // integers up to 256 are exact in bflo
  private:
   static __m512bh half(const char* at) {
     const __m128i* p = reinterpret_cast<const __m128i*>(at);
-    return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p + 1))),
-                               _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))));
+    return narrow_exactly(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p + 1))),
+                          _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))));
   }
 };
 

@@ -179,7 +179,7 @@ def test_experts_elsewhere_add_nothing(parts: tuple[int, ...], compiled: bool) -
     torch.testing.assert_close(total, whole.float(), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize(("make", "error"), [(make_int8_linear, 0.02), (make_int4_linear, 0.16)])
+@pytest.mark.parametrize(("make", "error"), [(make_int8_linear, 0.02), (make_int4_linear, 0.2)])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_rounded_experts_are_near_those_of_bfloat16(
     make: MakeLinear, error: float, compiled: bool

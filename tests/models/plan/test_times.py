@@ -156,7 +156,7 @@ def test_a_cpu_with_matrix_units_reads_and_multiplies_in_turn() -> None:
 
 
 def test_vector_units_of_a_cpu_are_slower() -> None:
-    """Attention, a tied LM head, and rounded weights, which are widened, do not use matrix units."""
+    """Attention, a tied LM head, and rounded weights do not use matrix units."""
     place = at_peak("cpu-amx:1")
     fast, slow = place.device.flops["bfloat16"], place.device.flops["float32"]
 

@@ -227,10 +227,10 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     [
         (
             "cpu:1",
-            ("--max-model-len", "2048"),
-            r"lacks 2.03 GiB with the best layout and int8 weights; .* Weights with 4 bits would",
+            ("--max-model-len", "2048", "--memory-fraction", "0.3"),
+            "with the best layout and int4 weights; choose a larger slice or a smaller model$",
         ),
-        ("cpu:2", (), "int8 weights; it would fit with --max-model-len 32768$"),
+        ("cpu:2", (), "int4 weights; it would fit with --max-model-len 32768$"),
         ("v6e:1x1", (), "the best layout; it would fit with --max-model-len 65536$"),
     ],
 )
