@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
@@ -126,7 +127,7 @@ def refusals() -> list[Refusal]:
         Refusal((("int8", "overlapped"),), on("cpu", quantization="int8", kernels="overlapped")),
         Refusal((("int8", "fp8_cache"),), on("cuda", quantization="int8", kv_cache_dtype="fp8")),
     ]
-    for feature, field in {
+    fields = {
         "grammar": "guided_regex",
         "tools": "tools",
         "logprobs": "logprobs",
@@ -134,8 +135,11 @@ def refusals() -> list[Refusal]:
         "penalties": "presence_penalty",
         "n": "n",
         "seed": "seed",
-    }.items():
-        made.append(Refusal(((feature, "embeddings"),), lambda field=field: _unknown(field)))
+    }
+    made += [
+        Refusal(((feature, "embeddings"),), partial(_unknown, field))
+        for feature, field in fields.items()
+    ]
     return made
 
 
