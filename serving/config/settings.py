@@ -160,7 +160,7 @@ class EngineConfig:
         Quantization,
         Help(
             "rounds weights when loading: int8 with one scale per output channel, int4 with one "
-            "per group of 32 inputs; CPUs only"
+            "per group of 32 inputs; not on TPUs"
         ),
     ] = "none"
     kv_cache_dtype: Annotated[

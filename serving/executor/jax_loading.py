@@ -172,7 +172,8 @@ def check_settings(config: EngineConfig) -> None:
     """
     for name, only in ONLY.items():
         if (value := getattr(config, name)) != only:
-            raise ConfigError(f"--{name} is {value}; with --backend jax it must be {only}")
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is {value}; with --backend jax it must be {only}")
     if config.device == "cuda":
         raise ConfigError("--device is cuda; with --backend jax it must be auto, cpu or tpu")
     if config.tp_size % config.ep:

@@ -22,6 +22,7 @@ from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import NOTHING, Int32, SlotSampling, StepInput
 from weft.models.memory.plan import Recordings
 from weft.models.spec.layout import Layout
+from weft.models.spec.spec import FP8_CACHE
 from weft.models.torch.group import Group, Groups, make_groups, meet
 from weft.models.torch.logits import Logits
 from weft.models.torch.runner import TorchRunner
@@ -32,7 +33,10 @@ INTERPRETED_DECODES = 2
 """In Triton's interpreter, which is slow."""
 
 Case = tuple[str, str, Layout]
-"""A model, the type to compute in, and the layout, of no rank yet."""
+"""A model, the type to compute in or one of `PRECISIONS`, and the layout, of no rank yet."""
+
+PRECISIONS = {"int8": {"quantization": "int8"}, "fp8 cache": {"kv_dtype": FP8_CACHE}}
+"""In float32, but for weights or the KV cache."""
 
 
 def steps(seed: int = 0, decodes: int = DECODES) -> list[StepInput]:
@@ -111,7 +115,8 @@ def generate(
     runner = TorchRunner.load(
         path,
         read_spec(path),
-        dtype=dtype,
+        dtype="float32" if dtype in PRECISIONS else dtype,
+        **PRECISIONS.get(dtype, {}),
         block_size=BLOCK,
         max_num_seqs=2,
         max_num_batched_tokens=64,

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.split import INTERPRETED_DECODES, be_rank, generate, running, steps
 from support.steps import Driver
 
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
 from weft.models.checkpoint.locate import read_spec
+from weft.models.spec.layout import Layout
 from weft.models.spec.spec import FP8_CACHE
 from weft.models.torch import gpu_model
+from weft.models.torch.group import ALONE
 from weft.models.torch.runner import TorchRunner
 
 FP8 = torch.float8_e4m3fn
@@ -60,6 +63,7 @@ def rounding(qkv: Any, rotation: Any, keys: Any, values: Any, *place: Any, **opt
     return done
 
 
+@pytest.mark.features("gpu", "fp8_cache")
 @pytest.mark.parametrize(
     "family", ["llama", pytest.param("minimax_m2", marks=pytest.mark.slow), "olmo3"]
 )
@@ -75,3 +79,30 @@ def test_keys_and_values_are_rounded_and_nothing_else(
     rounded, _ = logprobs_of(path, None)
     np.testing.assert_allclose(ours, rounded, atol=2e-5)
     assert 1e-3 < abs(ours - exact).max() < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.features("fp8_cache", "overlapped", "graphs", "tp", "ep")
+@pytest.mark.features("fp8_cache", "overlapped", "cp")
+@pytest.mark.features("fp8_cache", "overlapped", "pp")
+def test_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """Sums of parts are rounded otherwise, and some numbers then are in fp8."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    exact = generate(path, "float32", Layout(), ALONE, inputs=steps(0, INTERPRETED_DECODES))
+
+    def run(size: int, *layouts: Layout) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        cases = [(str(layout), path, ("", "fp8 cache", layout)) for layout in layouts]
+        found = {}
+        with running(size, be_rank, size, cases, after=(4, 4, True)) as pipes:
+            for _ in cases:
+                told = [pipe.recv() for pipe in pipes]
+                *_, (name, tokens, logprobs, *_) = told if told[0][1].size == 0 else told[:1]
+                found[name] = tokens, logprobs
+        return found
+
+    ((tokens, logprobs),) = run(1, Layout()).values()
+    assert abs(logprobs - exact[1]).max() > 1e-3
+    ranks = run(2, Layout(tp=2), Layout(ep=2), Layout(tp=2, ep=2), Layout(cp=2), Layout(pp=2))
+    for name, (theirs, close) in ranks.items():
+        assert (theirs == tokens).all(), name
+        np.testing.assert_allclose(close, logprobs, atol=2e-2, err_msg=name)

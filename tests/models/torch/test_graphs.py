@@ -47,6 +47,8 @@ def test_a_gpus_default_number_of_requests_takes_few_recordings() -> None:
     assert len(sizes) <= 36
 
 
+@pytest.mark.features("graphs", "pp")
+@pytest.mark.features("graphs", "cp")
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(cp=2), Layout(ep=2, pp=2)])
 @pytest.mark.parametrize("overlapped", [True, False])
 def test_what_cannot_be_recorded(layout: Layout, overlapped: bool) -> None:
@@ -135,6 +137,7 @@ def run(path: Path, *, cuda_graphs: bool) -> tuple[list[list[int]], int]:
     return [request.output for request in requests], replays
 
 
+@pytest.mark.features("gpu", "graphs")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_padded_steps_give_the_same_tokens_and_touch_no_other_page(
     family: str, tmp_path: Path

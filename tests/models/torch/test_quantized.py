@@ -10,13 +10,14 @@ import torch
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.quantized import FORMATS, quantize
 from support.ragged import run_ragged
-from support.split import Case, be_rank, running
+from support.split import Case, be_rank, generate, running, steps
 from transformers import AutoModelForCausalLM
 
 from weft.models.checkpoint.locate import read_spec
 from weft.models.checkpoint.weights import Weights
 from weft.models.spec.layout import Layout
 from weft.models.torch.cpu_model import CpuModel
+from weft.models.torch.group import ALONE
 
 LENGTHS = (19, 6)
 BLOCKS = "fp8, blocks"
@@ -60,6 +61,7 @@ def test_logits_are_those_of_the_plain_checkpoint(
     assert torch.equal(logits(quantized, dtype), logits(plain, dtype))
 
 
+@pytest.mark.features("int8", "quantised")
 def test_int8_at_load_takes_the_dequantized_weights(
     pairs: dict[tuple[str, str], Pair],
 ) -> None:
@@ -80,6 +82,7 @@ def test_logits_are_those_of_transformers(pairs: dict[tuple[str, str], Pair]) ->
 CASES: list[Case] = [
     ("llama", BLOCKS, Layout(tp=2)),
     ("llama", "gptq, 8 bits", Layout(pp=2)),
+    ("llama", "awq", Layout(cp=2)),
     ("qwen3_moe", "int4, groups, zero points", Layout(ep=2)),
     ("qwen3_moe", "awq", Layout(tp=2, ep=2)),
     ("qwen3_moe", "modelopt mixed", Layout(tp=2)),
@@ -87,6 +90,9 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.features("quantised", "tp", "ep")
+@pytest.mark.features("quantised", "cp")
+@pytest.mark.features("quantised", "pp")
 def test_ranks_give_what_they_give_with_the_plain_checkpoint(
     pairs: dict[tuple[str, str], Pair],
 ) -> None:
@@ -105,3 +111,24 @@ def test_ranks_give_what_they_give_with_the_plain_checkpoint(
                 assert len(quantized) == 4
                 for one, two in zip(quantized, plain, strict=True):
                     assert one == two if isinstance(one, int) else (one == two).all(), name
+
+
+@pytest.mark.features("int8", "tp")
+@pytest.mark.features("int8", "cp")
+def test_ranks_with_int8_weights_give_nearly_what_one_gives(
+    pairs: dict[tuple[str, str], Pair],
+) -> None:
+    """A rank's part of a row has its own scale, so that numbers differ a little."""
+    _, path = pairs["llama", BLOCKS]
+    exact, rounded = (
+        generate(path, dtype, Layout(), ALONE, inputs=steps()) for dtype in ("float32", "int8")
+    )
+    layouts = Layout(tp=2), Layout(cp=2)
+    cases = [(str(layout), path, ("llama", "int8", layout)) for layout in layouts]
+    with running(2, be_rank, 2, cases) as pipes:
+        for pipe in pipes:
+            for _ in cases:
+                name, tokens, logprobs, *_ = pipe.recv()
+                assert (tokens[:, 0] == rounded[0][:, 0]).all(), name
+                assert 1e-4 < abs(logprobs - exact[1]).max() < 0.1, name
+                assert abs(logprobs - rounded[1]).max() < 0.1, name

@@ -161,8 +161,17 @@ def each_copy(
 @pytest.mark.parametrize(
     ("size", "which"),
     [
-        (2, CASES),
-        pytest.param(4, CASES, marks=pytest.mark.slow),
+        pytest.param(2, CASES, marks=pytest.mark.features("tp", "ep")),
+        pytest.param(
+            *(4, CASES),
+            marks=[
+                pytest.mark.features("tp", "cp", "ep"),
+                pytest.mark.features("tp", "pp"),
+                pytest.mark.features("cp", "pp"),
+                pytest.mark.features("ep", "pp"),
+                pytest.mark.slow,
+            ],
+        ),
         *(pytest.param(size, MORE, marks=pytest.mark.slow) for size in (2, 4)),
     ],
     ids=["2", "4", "2 more", "4 more"],
@@ -232,6 +241,9 @@ MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
 }
 
 
+@pytest.mark.features("gpu", "overlapped", "graphs", "tp", "ep")
+@pytest.mark.features("gpu", "overlapped", "cp")
+@pytest.mark.features("gpu", "overlapped", "pp")
 @pytest.mark.parametrize(
     ("size", "layouts"),
     [

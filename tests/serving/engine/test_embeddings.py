@@ -96,6 +96,7 @@ def test_torch(model: Path, states: list[Vectors], kind: str) -> None:
     np.testing.assert_allclose(few, short, atol=1e-4)
 
 
+@pytest.mark.features("embeddings", "tp", "pp")
 def test_ranks(model: Path, states: list[Vectors]) -> None:
     """Processes that share layers, and stages of them."""
     with LLM(model, pooling="mean", backend="torch", tp=2, pp=2, **SIZES) as llm:

@@ -86,6 +86,7 @@ def test_a_mixed_run_compiles_nothing_and_answers_as_torch(model: Path, cache: P
     assert [answer.token_ids for answer in answers] == expected
 
 
+@pytest.mark.features("tpu", "tp", "ep")
 def test_served_over_http_on_two_devices_of_one_process(
     model: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_served_over_http_on_two_devices_of_one_process(
     assert "after warm-up" not in log
 
 
+@pytest.mark.features("tpu", "overlapped", "tp", "ep")
 @pytest.mark.slow
 def test_kernels_of_tpus_serve_on_two_interpreted_devices(cache: Path, tmp_path: Path) -> None:
     """Attention, products, experts and their exchange: what a TPU runs, from HTTP to HTTP."""

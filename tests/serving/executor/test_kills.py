@@ -176,6 +176,7 @@ def started(name: str, directory: Path, seed: int = 0, **settings: Any) -> Itera
     print(f"{name}: {kills}")
 
 
+@pytest.mark.features("cpu", "tp", "restart")
 def test_ranks_and_engines_come_back(tmp_path: Path) -> None:
     """A rank is killed, the engine is, and then a rank is stopped, seen after 3 s."""
     with started("tp 2", tmp_path, stall_timeout=6) as scene:
@@ -190,6 +191,7 @@ def test_one_engine_of_two_comes_back(tmp_path: Path) -> None:
         kill(scene, "engine")
 
 
+@pytest.mark.features("cpu", "nodes", "tp", "restart")
 @pytest.mark.slow
 def test_a_joined_node_comes_back(tmp_path: Path) -> None:
     with started("two joined nodes", tmp_path) as scene:

@@ -77,6 +77,7 @@ def test_two_ranks_answer_as_one_and_a_dead_one_is_named(model: Path, tmp_path: 
         wait_until_gone([rank.pid for rank in ranks])
 
 
+@pytest.mark.features("tp", "grammar")
 def test_ranks_that_share_the_vocabulary_keep_to_a_grammar(model: Path) -> None:
     grammar = Grammar("regex", "([a-f]{4} ){3}[0-9]+x")
     params = [
@@ -95,6 +96,9 @@ def test_ranks_that_share_the_vocabulary_keep_to_a_grammar(model: Path) -> None:
             assert re.fullmatch("([a-f]{4} ){3}[0-9]+", answer.text)
 
 
+@pytest.mark.features("cp", "ep")
+@pytest.mark.features("cp", "prefix_cache")
+@pytest.mark.features("cp", "preemption")
 def test_ranks_that_share_positions_answer_as_one(model: Path) -> None:
     """Outputs stay the same after preemptions and with the prefix cache."""
     prompts = [f"{PROMPT} {word} weather" for word in ("one", "two", "three", "four", "five")]
@@ -121,7 +125,13 @@ def test_a_rank_that_dies_while_nothing_is_asked_is_noticed(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "split", [{"tp": 2}, pytest.param({"ep": 2}, marks=pytest.mark.slow)], ids=["tp 2", "ep 2"]
+    "split",
+    [
+        pytest.param({"tp": 2}, id="tp 2", marks=pytest.mark.features("pp", "tp")),
+        pytest.param(
+            {"ep": 2}, id="ep 2", marks=[pytest.mark.features("pp", "ep"), pytest.mark.slow]
+        ),
+    ],
 )
 def test_stages_answer_as_one_rank(
     split: dict[str, int], model: Path, expected: list[list[int]]

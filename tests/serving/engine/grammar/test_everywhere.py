@@ -48,6 +48,8 @@ async def texts(engine: AsyncEngine) -> list[str]:
     return found
 
 
+@pytest.mark.features("grammar", "dp")
+@pytest.mark.features("grammar", "preemption")
 async def test_several_engines_and_preemptions(config: EngineConfig) -> None:
     engine = await AsyncEngine.start(replace(config, dp=2), in_process=True)
     try:
@@ -125,6 +127,7 @@ async def test_what_may_become_of_a_request_before_it_runs(
         await compiling
 
 
+@pytest.mark.features("grammar", "batches")
 def test_rows_of_a_batch(config: EngineConfig, tmp_path: Path) -> None:
     rows = [
         {"prompt": "x", "max_tokens": 60, "guided_regex": PATTERN},

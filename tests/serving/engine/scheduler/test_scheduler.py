@@ -439,6 +439,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     assert engine.outputs["b"][0].cached_tokens == 4
 
 
+@pytest.mark.features("prompt_logprobs", "prefix_cache")
 def test_prompt_logprobs_skip_the_prefix_cache() -> None:
     engine = Engine(num_blocks=40, budget=64)
     engine.add(make_add("a", [1, 2, 3, 4, 5, 6], 1))
@@ -448,6 +449,7 @@ def test_prompt_logprobs_skip_the_prefix_cache() -> None:
     assert engine.outputs["b"][0].cached_tokens == 0
 
 
+@pytest.mark.features("embeddings", "prefix_cache")
 @pytest.mark.parametrize(("pooling", "cached"), [("mean", 0), ("last", 8)])
 def test_an_embedding_takes_from_the_prefix_cache_what_it_does_not_need(
     pooling: PoolingKind, cached: int
@@ -473,6 +475,7 @@ def test_an_embedding_fills_the_context_in_chunks_and_others_find_its_blocks() -
         engine.add(make_add("c", [*prompt, 1], 1, pooling="mean"))
 
 
+@pytest.mark.features("embeddings", "preemption")
 def test_hidden_states_are_summed_once_even_if_preempted_half_way() -> None:
     engine = Engine(num_blocks=10, budget=2)
     engine.add(make_add("a", [1, 2, 3], 30))
@@ -483,6 +486,7 @@ def test_hidden_states_are_summed_once_even_if_preempted_half_way() -> None:
     assert engine.scheduler.stats().preemptions > 0
 
 
+@pytest.mark.features("prompt_logprobs", "preemption")
 def test_prompt_tokens_are_scored_once_even_if_preempted_half_way() -> None:
     engine = Engine(num_blocks=10, budget=2)
     engine.add(make_add("a", [1, 2, 3], 30))

@@ -39,6 +39,7 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         return complete(server)
 
 
+@pytest.mark.features("tpu", "nodes", "tp", "restart")
 def test_two_nodes_answer_as_one_and_are_there_again_after_one_of_their_processes_is_killed(
     model: Path, cache: Path, expected: str, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def settings(**more: Any) -> dict[str, Any]:
     return SIZES | {"tp": 2, "nodes": 2, "node_token": TOKEN} | more
 
 
+@pytest.mark.features("cpu", "nodes", "tp")
 def test_two_nodes_answer_as_one_and_a_lost_one_is_named(
     model: Path, expected: str, tmp_path: Path
 ) -> None:
