@@ -116,16 +116,12 @@ def refusals() -> list[Refusal]:
     def with_jax(**settings: object) -> Callable[[], str | None]:
         return lambda: check_settings(EngineConfig(backend="jax", **settings))  # type: ignore[arg-type]
 
-    int8_on_gpus = (("gpu", "int8"), ("int8", "graphs"))
     made = [
         Refusal((("tpu", "cp"),), with_jax(cp=2)),
         Refusal((("tpu", "pp"),), with_jax(pp=2)),
         Refusal((("tpu", "int8"),), with_jax(quantization="int8")),
         Refusal((("tpu", "fp8_cache"),), with_jax(kv_cache_dtype="fp8")),
         Refusal((("cpu", "fp8_cache"),), on("cpu", kv_cache_dtype="fp8")),
-        Refusal(int8_on_gpus, on("cuda", quantization="int8")),
-        Refusal((("int8", "overlapped"),), on("cpu", quantization="int8", kernels="overlapped")),
-        Refusal((("int8", "fp8_cache"),), on("cuda", quantization="int8", kv_cache_dtype="fp8")),
     ]
     fields = {
         "grammar": "guided_regex",

@@ -35,7 +35,11 @@ INTERPRETED_DECODES = 2
 Case = tuple[str, str, Layout]
 """A model, the type to compute in or one of `PRECISIONS`, and the layout, of no rank yet."""
 
-PRECISIONS = {"int8": {"quantization": "int8"}, "fp8 cache": {"kv_dtype": FP8_CACHE}}
+PRECISIONS = {
+    "int8": {"quantization": "int8"},
+    "fp8 cache": {"kv_dtype": FP8_CACHE},
+    "int8, fp8 cache": {"quantization": "int8", "kv_dtype": FP8_CACHE},
+}
 """In float32, but for weights or the KV cache."""
 
 

@@ -168,6 +168,7 @@ def chosen(path: Path, quantization: str, home: Home | None) -> tuple[Any, Any]:
     return [each.token_ids[0] for each in outputs], logprobs
 
 
+@pytest.mark.features("gpu", "int8")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_weights_are_rounded_as_on_cpus(family: str, quantization: str, tmp_path: Path) -> None:
@@ -222,6 +223,7 @@ CASES: dict[int, list[Case]] = {
 """By the number of tokens up to which all ranks have all tokens."""
 
 
+@pytest.mark.features("quantised", "gpu", "overlapped", "tp")
 @pytest.mark.parametrize("few_tokens", CASES)
 def test_ranks_sample_what_they_sample_with_the_plain_checkpoint(
     few_tokens: int, pairs: dict[tuple[str, str], Pair]
@@ -239,3 +241,22 @@ def test_ranks_sample_what_they_sample_with_the_plain_checkpoint(
                 assert name == other
                 assert (tokens == expected).all(), name
                 np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.features("int8", "gpu", "overlapped", "graphs", "ep")
+@pytest.mark.features("int8", "fp8_cache")
+def test_ranks_with_rounded_weights_sample_what_one_does(tmp_path: Path) -> None:
+    """With experts on ranks of their own, no matrix is cut, so all are rounded alike."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
+
+    def told(size: int, layout: Layout) -> list[Any]:
+        cases = [(each, path, ("", each, layout)) for each in ("int8", "int8, fp8 cache")]
+        with running(size, be_rank, size, cases, after=(4, 4, True)) as pipes:
+            return [[pipe.recv() for pipe in pipes][0] for _ in cases]
+
+    for one, several in zip(told(1, Layout()), told(2, Layout(ep=2)), strict=True):
+        name, tokens, logprobs, *_ = several
+        assert name == one[0]
+        assert (tokens == one[1]).all(), name
+        np.testing.assert_allclose(logprobs, one[2], atol=1e-3 if name == "int8" else 2e-2)
