@@ -2,18 +2,15 @@
 
 Each number is divided by its block's scale and rounded to the nearest code, ties to even. Scales
 come from the smallest and largest number in a block, with the formulas of the package
-compressed-tensors 0.20 (`calculate_qparams`). A scale has the matrix's dtype, as llm-compressor
-writes it, and it is rounded before the division. The error is therefore at most half a step, or one
-step at the end of a range.
-
-Names are those of compressed-tensors' schemes (quant_scheme.py), which vLLM's users know.
+compressed-tensors 0.20 (`calculate_qparams`). A scale has the original matrix's dtype, as
+llm-compressor writes it, and it is rounded before the division. The error is therefore at most half
+a step, or one step at the end of a range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,124 +21,23 @@ from weft.models.spec.quantization import QuantSpec
 CHUNK = 2**24
 """Numbers that are rounded at a time; bounds the memory for intermediate results."""
 FP8_MAX = 448.0
-GROUP_SIZES = (32, 64, 128)
-"""Columns that may share a scale; vLLM's int4 kernels have these."""
-FILE_FORMATS = {"packed": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
-"""compressed-tensors' names for QuantSpec's formats."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How to quantise all matrices of a model.
-
-    Attributes:
-        name: compressed-tensors' name of the scheme.
-        spec: the stored form of a matrix.
-        activations: how a server rounds activations; {} for not at all. The checkpoint says so,
-            but no tensor depends on it.
-    """
-
-    name: str
-    spec: QuantSpec
-    activations: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def takes_groups(self) -> bool:
-        """True if the size of a group, the columns of a row that share a scale, may be chosen."""
-        return self.spec.format == "packed"
-
-    def with_groups(self, size: int) -> Scheme:
-        """Return the scheme with groups of another size."""
-        return replace(self, spec=replace(self.spec, block=(1, size)))
-
-
-def _dynamic(strategy: str, kind: str, group_size: int | None = None) -> dict[str, Any]:
-    return _arguments(kind, 8, strategy, group_size=group_size) | {"dynamic": True}
-
-
-def _arguments(
-    kind: str, bits: int, strategy: str, *, group_size: int | None = None, symmetric: bool = True
-) -> dict[str, Any]:
-    """Return compressed-tensors' QuantizationArgs."""
-    return {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": symmetric,
-        "group_size": group_size,
-        "strategy": strategy,
-        "dynamic": False,
-    }
-
-
-SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        Scheme("W4A16", QuantSpec("packed", (1, 128), 4)),
-        Scheme("W4A16_ASYM", QuantSpec("packed", (1, 128), 4, zero_points=True)),
-        Scheme("W8A16", QuantSpec("packed", (1, 0), 8)),
-        Scheme("W8A8", QuantSpec("int8", (1, 0), 8), _dynamic("token", "int")),
-        Scheme("FP8_DYNAMIC", QuantSpec("fp8", (1, 0)), _dynamic("token", "float")),
-        Scheme("FP8_BLOCK", QuantSpec("fp8", (128, 128)), _dynamic("group", "float", 128)),
-    )
-}
-
-
-def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
-    """Return `quantization_config` for config.json, as compressed-tensors 0.20 writes it.
-
-    Args:
-        scheme: of all matrices but the ignored ones.
-        ignored: names of linear modules that are not quantised.
-    """
-    spec, stored = scheme.spec, FILE_FORMATS[scheme.spec.format]
-    height, width = spec.block
-    strategy = "block" if height > 1 else "group" if width else "channel"
-    weights = _arguments(
-        "float" if spec.format == "fp8" else "int",
-        spec.bits,
-        strategy,
-        group_size=width if strategy == "group" else None,
-        symmetric=not spec.zero_points,
-    )
-    if strategy == "block":
-        weights["block_structure"] = list(spec.block)
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": dict(scheme.activations) or None,
-        "output_activations": None,
-        "format": stored,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": stored,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(ignored),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
-
-
-def unit_of(spec: QuantSpec) -> int:
-    """Return the number that must divide a matrix's columns: a group, or the numbers in a word."""
-    if spec.format != "packed":
-        return 1
-    return spec.block[1] or 32 // spec.bits
-
-
-def quantize(spec: QuantSpec, name: str, weight: Tensor) -> dict[str, Tensor]:
+def quantize(
+    spec: QuantSpec, name: str, weight: Tensor, scale_dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Round a matrix to the nearest codes.
 
     Args:
-        spec: the format; `unit_of` divides the columns.
+        spec: the format; `Scheme.unit` divides the columns.
         name: the matrix's name, which ends in ".weight".
         weight: [out, in], bfloat16, float16 or float32.
+        scale_dtype: one of the same; the dtype of the original.
 
     Returns:
-        The matrix's tensors by name, contiguous. Scales have the weight's dtype.
+        The matrix's tensors by name, contiguous.
     """
-    rounded = round_matrix(spec, weight, weight.dtype)
+    rounded = round_matrix(spec, weight, scale_dtype)
     tensors = {f"{name}_scale": rounded.scales}
     if spec.format != "packed":
         return tensors | {name: rounded.codes}
@@ -226,7 +122,7 @@ def _in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """[R, C] -> [row blocks, rows in one, column blocks, columns in one], padded with 0."""
     (rows, columns), (height, width) = matrix.shape, block
     padded = pad(matrix, (0, -columns % width, 0, -rows % height))
-    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    return padded.view(-(-rows // height), height, -1, width)
 
 
 def _joined(blocks: Tensor, shape: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -22,18 +23,12 @@ from torch import Tensor
 from weft.errors import ConfigError, DiskError, ModelError
 from weft.models.checkpoint.gguf_header import is_gguf
 from weft.models.checkpoint.locate import INDEX_FILE, find_files, read_config
-from weft.models.checkpoint.quantize import (
-    GROUP_SIZES,
-    SCHEMES,
-    Scheme,
-    quantization_config,
-    quantize,
-    unit_of,
-)
+from weft.models.checkpoint.quantize import quantize
 from weft.models.checkpoint.shards import Shards, write_text
 from weft.models.checkpoint.stored import Entry
 from weft.models.checkpoint.weights import PREFIXES, REMAP_BYTES, Progress, Weights
 from weft.models.spec.quantization import SECTION
+from weft.models.spec.schemes import GROUP_SIZES, SCHEMES, Scheme, quantization_config
 from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec, Place, WeightSpec
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
@@ -148,13 +143,13 @@ def check_sizes(scheme: Scheme, spec: ModelSpec, weights: Weights) -> None:
         ConfigError: they do not; with the tensor, its size and sizes that work.
     """
     all_of = [each for some in _matrices(spec, weights).values() for each in some]
-    unit = unit_of(scheme.spec)
+    unit = scheme.unit
     wrong = next((each for each in all_of if each.shape[1] % unit), None)
     if wrong is None:
         return
     columns = {each.shape[1] for each in all_of}
     working = [size for size in GROUP_SIZES if not any(count % size for count in columns)]
-    others = " or ".join(name for name, other in SCHEMES.items() if unit_of(other.spec) == 1)
+    others = " or ".join(name for name, other in SCHEMES.items() if other.unit == 1)
     advice = f"use --format {others}"
     if working:
         advice = f"these group sizes work: {', '.join(map(str, working))}"
@@ -212,10 +207,10 @@ def write_copy(
                 raise ModelError(
                     f"{entry.file}: {entry.name} holds NaN or an infinity; the file is damaged"
                 )
-            for name, packed in quantize(scheme.spec, matrix.name, part).items():
+            for name, packed in quantize(scheme.spec, matrix.name, part, tensor.dtype).items():
                 shards.add(name, packed)
         if entry.name not in matrices:
-            shards.add(entry.name, _edited(entry.name, tensor, edits))
+            shards.add(entry.name, _edited(entry.name, tensor, edits).to(tensor.dtype))
             if len(entry.shape) > 1 and entry.name.endswith(".weight") and entry.name != embedding:
                 ignored.append(entry.name.removesuffix(".weight"))
         done += entry.bytes
@@ -239,13 +234,18 @@ def _tensors(path: Path) -> Iterator[tuple[Entry, Tensor]]:
     Files are mapped again now and then, because touched pages leave memory with their mapping.
     """
     for file in find_files(path):
-        handle, mapped = safe_open(file, framework="pt"), 0
+        handle, mapped = _open(file), 0
         for name in handle.offset_keys():
             if mapped > REMAP_BYTES:
-                handle, mapped = safe_open(file, framework="pt"), 0
+                handle, mapped = _open(file), 0
             header, tensor = handle.get_slice(name), handle.get_tensor(name)
             yield Entry(file, name, tuple(header.get_shape()), header.get_dtype()), tensor
             mapped += tensor.nbytes
+
+
+def _open(file: Path) -> Any:
+    """Map a file that `Weights` has checked."""
+    return safe_open(file, framework="pt")
 
 
 def _write_small_files(path: Path, folder: Path, section: dict[str, object]) -> None:

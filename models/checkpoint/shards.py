@@ -54,7 +54,7 @@ class Shards:
         names = [SINGLE_FILE]
         if (count := len(self._files)) > 1:
             names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for name, (path, tensors) in zip(names, self._files, strict=True):
             path.rename(self._folder / name)
             weight_map |= dict.fromkeys(tensors, name)
@@ -66,7 +66,10 @@ class Shards:
     def _write(self) -> None:
         path = self._folder / f"part-{len(self._files)}.safetensors"
         try:
+            path.touch()
+            mode = path.stat().st_mode
             save_file(self._held, path, metadata={"format": "pt"})
+            path.chmod(mode)  # safetensors makes files that others cannot read
         except (SafetensorError, OSError) as error:
             raise DiskError(f"cannot write {path}: {error}") from error
         self._files.append((path, list(self._held)))
