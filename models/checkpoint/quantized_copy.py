@@ -103,13 +103,12 @@ def copy_names(weights: Weights, weight: WeightSpec) -> list[str]:
     place, stored = weights.sources(weight)
     if not weight.has_experts or place.is_per_expert:
         return [each.name for each in stored]
-    (stack,) = stored
-    theirs, ours = next(
-        (theirs, ours)
-        for theirs, ours in PREFIXES
-        if place.name.startswith(ours) and stack.name == theirs + place.name.removeprefix(ours)
-    )
-    name = theirs + weight.name.removeprefix(ours)
+    # The stack's prefix in the file may be another than in weft.
+    name = weight.name
+    for theirs, ours in (("", ""), *PREFIXES):
+        if place.name.startswith(ours) and stored[0].name == theirs + place.name[len(ours) :]:
+            name = theirs + weight.name[len(ours) :]
+            break
     return [name.format(expert=expert) for expert in range(weight.shape[0])]
 
 
@@ -198,8 +197,11 @@ def write_copy(
     embedding = weights.sources(spec.embedding)[1][0].name
     shards = Shards(folder)
     ignored: list[str] = []
-    total = sum(file.stat().st_size for file in find_files(path))
-    done = 0
+    total = done = 0
+    for file in find_files(path):
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        total += file.stat().st_size - 8 - header
     for entry, tensor in _tensors(path):
         for matrix in matrices.get(entry.name, ()):
             part = _edited(matrix.name, matrix.of(tensor), edits)
