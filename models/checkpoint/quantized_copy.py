@@ -29,7 +29,7 @@ from weft.models.checkpoint.stored import Entry
 from weft.models.checkpoint.weights import PREFIXES, REMAP_BYTES, Progress, Weights
 from weft.models.spec.quantization import SECTION
 from weft.models.spec.schemes import GROUP_SIZES, SCHEMES, Scheme, quantization_config
-from weft.models.spec.spec import MlpSpec, ModelSpec, MoeSpec, Place, WeightSpec
+from weft.models.spec.spec import ModelSpec, Place, WeightSpec
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 """Files that are copied: tokenizer, chat template, sampling defaults, terms of use."""
@@ -83,16 +83,10 @@ def check_source(path: Path, spec: ModelSpec) -> None:
         )
 
 
-def quantized_weights(spec: ModelSpec) -> Iterator[WeightSpec]:
-    """Yield every weight that is quantised."""
-    for layer in spec.layers:
-        attention, block = layer.attention, layer.feed_forward
-        yield from (each.weight for each in (attention.q, attention.k, attention.v, attention.o))
-        if isinstance(block, MoeSpec):
-            yield from (block.gate, block.up, block.down)
-        mlp = block if isinstance(block, MlpSpec) else block.shared
-        if mlp is not None:
-            yield from (each.weight for each in (mlp.gate, mlp.up, mlp.down))
+def quantized_weights(spec: ModelSpec) -> list[WeightSpec]:
+    """Return every weight that is quantised, in the order of use."""
+    products = spec.products()
+    return [weight for weight in spec.weights if weight in products]
 
 
 def copy_names(weights: Weights, weight: WeightSpec) -> list[str]:

@@ -478,8 +478,8 @@ class ModelSpec:
             return None
         return self.quantization.of(weight.known_places[0].tensor(0).removesuffix(".weight"))
 
-    def _products(self) -> set[WeightSpec]:
-        """The weights of all products in layers, but not of routers and gates."""
+    def products(self) -> set[WeightSpec]:
+        """Return the weights of all products in layers, but not of routers and gates."""
         found: set[WeightSpec] = set()
         for layer in self.layers:
             attention, block = layer.attention, layer.feed_forward
@@ -505,7 +505,7 @@ class ModelSpec:
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         kept = set() if quantization == "none" else self._unquantized()
         if packed:
-            kept = set(self.weights) - self._products()
+            kept = set(self.weights) - self.products()
         size = 0
         for weight in self.weights:
             each = 4 if weight.in_float32 else item
