@@ -13,7 +13,7 @@ The division is folded into what makes the inputs, where that is exact:
 
 The norm before experts also feeds the router, which is not quantised, so it keeps its weight.
 
-Layers run one after the other, so that one layer is in memory. Inputs are those of the original
+One layer is in memory at a time. Inputs are those of the original
 model.
 """
 

@@ -36,7 +36,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a text says about a copy.
+    """Difference between a model and its copy on a text.
 
     Attributes:
         tokens: number of predicted tokens.
