@@ -194,6 +194,11 @@ class Weights:
             mapped += part.size
             self._count(part)
 
+    def sources(self, weight: WeightSpec) -> tuple[Place, list[Stored]]:
+        """Return where the checkpoint holds a whole weight: the place, and the tensors there."""
+        place = self._places[weight.name]
+        return place, [self._entries[name] for name in place.tensors(weight.shape[0])]
+
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""
         return self.layout.parts(self._spec, weight)

@@ -474,6 +474,10 @@ class ModelSpec:
         dtype = self.dtype if requested == "auto" else requested
         return "bfloat16" if dtype in ("float16", "half") else dtype
 
+    def products(self) -> set[WeightSpec]:
+        """Return the weights of all products in layers, but not of routers and gates."""
+        return {weight for layer in self.layers for weight in _products(layer)}
+
     def weight_bytes(
         self, dtype: str = "auto", quantization: str = "none", *, packed: bool = False
     ) -> int:
@@ -488,7 +492,7 @@ class ModelSpec:
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         kept = set() if quantization == "none" else self._unquantized()
         if packed:
-            kept = set(self.weights) - {each for layer in self.layers for each in products(layer)}
+            kept = set(self.weights) - self.products()
         size = 0
         for weight in self.weights:
             each = 4 if weight.in_float32 else item
@@ -522,7 +526,7 @@ class ModelSpec:
         return numbers * (1 if dtype == FP8_CACHE else DTYPE_BYTES[self.compute_dtype(dtype)])
 
 
-def products(layer: LayerSpec) -> Iterator[WeightSpec]:
+def _products(layer: LayerSpec) -> Iterator[WeightSpec]:
     """Yield the weights of a layer's products, but not of routers and gates."""
     attention, block = layer.attention, layer.feed_forward
     yield from (each.weight for each in (attention.q, attention.k, attention.v, attention.o))

@@ -30,6 +30,7 @@ from weft.serving.cli.eval import evaluate
 from weft.serving.cli.generate import generate
 from weft.serving.cli.join import join
 from weft.serving.cli.plan.command import make_plan
+from weft.serving.cli.quantize import quantize
 from weft.serving.cli.serve import serve
 from weft.serving.config import logs
 from weft.version import __version__
@@ -60,7 +61,7 @@ def weft(context: click.Context) -> int:
 
 for command in (
     *(batch, bench, chat, check, compile_steps, config),
-    *(doctor, evaluate, generate, join, make_plan, serve),
+    *(doctor, evaluate, generate, join, make_plan, quantize, serve),
 ):
     weft.add_command(command)
 
