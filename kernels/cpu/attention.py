@@ -3,7 +3,7 @@
 A page holds `block_size` consecutive tokens of one request, for every KV head. `keys` and `values`
 are [num_blocks, Hk, block_size, D], so a gather copies runs of block_size x D numbers.
 
-On CPUs with AVX-512 and its bfloat16 products, attention is one call to csrc/attention.cpp, which
+With compiled kernels, attention is one call to csrc/attention.cpp, which
 reads pages in place. Elsewhere, and in float32, it uses torch operators:
 
 1. `AttentionPlan` is made once per step and shared by all layers. It cuts each request's queries

@@ -4,7 +4,7 @@ This is weight-only quantization: activations stay as they are, so nothing depen
 weight row is rounded to 127 steps on each side of zero, symmetric (absmax; Dettmers et al. 2022,
 section 2). Decoding one request reads all weights once per token, and int8 halves these bytes.
 
-On CPUs with AVX-512 BF16 the layer is a NativeLinear. It widens the integers to bfloat16 as it
+With compiled kernels, a bfloat16 layer is a NativeLinear. It widens the integers to bfloat16 as it
 reads them, which is exact. Int8Linear serves other CPUs. Up to FEW_ROWS rows run in torch's
 weight-only kernel. That kernel works on whole vectors and does not check: other widths would make
 it read out of bounds. With more rows, products dominate, and that kernel has no fast ones. Blocks

@@ -9,7 +9,7 @@
 4. The results return to token order and are summed with the router's weights, for each token in the
    router's order. The sum therefore does not depend on other tokens in the batch.
 
-On CPUs with AVX-512 BF16, steps 2 to 4 are one call to csrc/linear.cpp, whose threads share the
+With compiled kernels, steps 2 to 4 are one call to csrc/linear.cpp, whose threads share the
 panels of all experts. Elsewhere, experts are torch layers that run in turn.
 
 Experts on other ranks contribute nothing here.

@@ -1,7 +1,7 @@
 """Rotary positions, and the other operations on queries, keys and values before attention.
 
 Query and key heads are normalised, if the model has norms for them, and rotated. Keys and values go
-to their pages in the cache. On CPUs with AVX-512 BF16 that is one call to csrc/attention.cpp,
+to their pages in the cache. With compiled kernels that is one call to csrc/attention.cpp,
 elsewhere torch operators.
 """
 
