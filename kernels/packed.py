@@ -24,9 +24,6 @@ KINDS: tuple[Kind, ...] = ("fp8", "int8", "int4", "fp4")
 PAIRED: tuple[Kind, ...] = ("int4", "fp4")
 """Kinds with two codes in a byte."""
 
-LEAST_BLOCK = 16
-"""Fewest columns that share a scale in a kernel; more are a power of two."""
-
 PackedForm = tuple[Kind, tuple[int, int], bool]
 """A matrix's kind and block, and whether it has zero points."""
 
@@ -42,7 +39,8 @@ class PackedMatrix:
         codes: uint8 [..., N, K], or [..., N, K / 2] if a byte has two codes; contiguous.
         scales: float32 [..., blocks of rows, blocks of columns], contiguous.
         zeros: int8 zero points, shaped like the scales; None if all are 0.
-        block: rows and columns of a block; 0 stands for all. The last block may be smaller.
+        block: rows and columns of a block; 0 stands for all. The number of columns is a power of
+            two. The last block may be smaller.
     """
 
     kind: Kind

@@ -2,7 +2,8 @@
 
 Numbers stay as the checkpoint has them; only their order in the bytes changes. So the part equals
 what dequantize.py computes, bit by bit. A part that begins inside a block has smaller blocks: the
-largest that divide both the block and the part's beginning.
+largest that divide both the block and the part's beginning. The number of a block's columns is a
+power of two, as kernels need it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from weft.kernels.packed import LEAST_BLOCK, Kind, PackedMatrix
+from weft.kernels.packed import Kind, PackedForm, PackedMatrix
 from weft.models.checkpoint.dequantize import FP4, numbers_of, words_of
 from weft.models.spec.quantization import QuantSpec
 
@@ -26,26 +27,25 @@ def kind_of(spec: QuantSpec) -> Kind:
     return "int4" if spec.bits == 4 else "int8"
 
 
-def block_of(
-    spec: QuantSpec, grid: tuple[int, int], rows: slice, columns: slice
-) -> tuple[int, int] | None:
-    """Return the block of a part's PackedMatrix; None if it is empty or kernels cannot read it.
+def form_of(
+    spec: QuantSpec, shape: tuple[int, int], rows: slice, columns: slice
+) -> PackedForm | None:
+    """Return the form of a part's PackedMatrix; None if the part is empty or halves a byte.
 
     Args:
         spec: the format.
-        grid: how many blocks the whole matrix has in each direction.
+        shape: the whole matrix's.
         rows, columns: the part.
     """
     if rows.start == rows.stop or columns.start == columns.stop:
         return None
-    height, width = (
-        0 if count == 1 else math.gcd(size, part.start)
-        for size, count, part in zip(spec.block, grid, (rows, columns), strict=True)
-    )
-    paired = spec.bits == 4 and (columns.start % 2 or columns.stop % 2)
-    if paired or (width and (width < LEAST_BLOCK or width & (width - 1))):
+    if spec.bits == 4 and (columns.start % 2 or columns.stop % 2):
         return None
-    return height, width
+    height, width = (
+        math.gcd(size, part.start) if size and size < whole else 0
+        for size, whole, part in zip(spec.block, shape, (rows, columns), strict=True)
+    )
+    return kind_of(spec), (height, width & -width), spec.zero_points
 
 
 def pack(
@@ -57,7 +57,7 @@ def pack(
     columns: slice,
     block: tuple[int, int],
 ) -> PackedMatrix:
-    """Make the part's PackedMatrix; arguments as in `dequantize`, and the block of `block_of`."""
+    """Make the part's PackedMatrix; arguments as in `dequantize`, and the block of `form_of`."""
     if spec.format in FP4:
         packed = codes.flatten(1)[rows, words_of(columns, 2)]
     else:
@@ -75,6 +75,8 @@ def pack(
     points = None
     if zeros is not None:
         points = (grids[1] - _offset(spec)).to(torch.int8)
+    elif spec.zero_points:  # torchao leaves them out if all are 0
+        points = torch.zeros(grids[0].shape, dtype=torch.int8)
     packed = packed.contiguous().view(torch.uint8)
     return PackedMatrix(kind_of(spec), packed, grids[0].contiguous(), points, block)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.errors import ModelError
 from weft.kernels.packed import PackedForm, PackedMatrix
 from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
-from weft.models.checkpoint.packing import block_of, kind_of, pack
+from weft.models.checkpoint.packing import form_of, pack
 from weft.models.spec.quantization import SECTION, Format, Quantization, QuantSpec
 
 DTYPE_BYTES = {
@@ -118,8 +118,7 @@ class Quantized:
     def form_of(self, index: Index) -> PackedForm | None:
         """Return the form of a part that kernels can read as it is stored; else None."""
         _, rows, columns = self._places(index)
-        block = block_of(self.spec, self._blocks, rows, columns)
-        return None if block is None else (kind_of(self.spec), block, self.zeros is not None)
+        return form_of(self.spec, self._whole, rows, columns)
 
     def pack(self, index: Index, get: Callable[[Entry], Tensor]) -> PackedMatrix:
         """Return a part of the matrix as kernels read it: [out, in], also if `is_transposed`.
@@ -132,10 +131,10 @@ class Quantized:
         """
         expert, rows, columns = self._places(index)
         grid, points = self._grids(expert, get)
-        block = block_of(self.spec, self._blocks, rows, columns)
-        assert block is not None, "form_of"
+        form = form_of(self.spec, self._whole, rows, columns)
+        assert form is not None, "the caller has asked"
         codes = get(self.codes)[expert]
-        part = pack(self.spec, codes, grid, points, rows, columns, block)
+        part = pack(self.spec, codes, grid, points, rows, columns, form[1])
         if part.kind == "fp8" and ((part.codes & 127) == 127).any():
             raise ModelError(f"{self.file}: {self.name} holds nan; the file is damaged")
         return part
@@ -168,6 +167,12 @@ class Quantized:
     def is_transposed(self) -> bool:
         """True if `shape` has [in, out] for each expert."""
         return self.spec.format == "mxfp4"
+
+    @property
+    def _whole(self) -> tuple[int, int]:
+        """Rows and columns as they are stored."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.is_transposed else (rows, columns)
 
     @property
     def _blocks(self) -> tuple[int, int]:

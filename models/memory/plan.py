@@ -206,21 +206,26 @@ class MemoryPlan:
         return self.request_bytes <= size <= self.room
 
 
-def copies_bytes(spec: ModelSpec, dtype: str, copies: int) -> int:
+def copies_bytes(
+    spec: ModelSpec, dtype: str, copies: int, quantization: str = "none"
+) -> int:
     """Count the bytes for copies of experts, and for the buffer in which experts move.
 
     Args:
         spec: a rank's part of the model.
         dtype: dtype of the weights.
         copies: number of copies in each layer with experts.
+        quantization: how weights are rounded that the checkpoint does not quantise.
     """
     total = buffer = 0
+    item = DTYPE_BYTES[spec.compute_dtype(dtype)]
     for layer in spec.layers if copies else ():
         if isinstance(moe := layer.feed_forward, MoeSpec):
-            each = [weight.size // moe.gate.shape[0] for weight in (moe.gate, moe.up, moe.down)]
+            weights = (moe.gate, moe.up, moe.down)
+            each = [one.packed_bytes(one.shape[1:], item, quantization) for one in weights]
             total += copies * sum(each)
             buffer = max(buffer, (moe.gate.shape[0] + copies) * max(each))
-    return (total + buffer) * DTYPE_BYTES[spec.compute_dtype(dtype)]
+    return total + buffer
 
 
 def dequantized_bytes(spec: ModelSpec, dtype: str, *, experts: bool, rounded: bool) -> int:

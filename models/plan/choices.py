@@ -257,9 +257,9 @@ def _misfit(
     unquantized = min(each for each, quantization in missing if quantization == "none")
     if (bits := _narrow_weights(spec, place, dtype, unquantized)) is not None:
         remedy += f". Weights with {bits} bits would fit"
-        if place.device.cpu or place.device.shapes:
+        if place.device.shapes:
             remedy += ", but weft does not serve them there yet"
-        else:
+        elif spec.quantization is None:
             remedy += f": --quantization int{bits}"
     return f"{start}, and {lacks}; {remedy}"
 

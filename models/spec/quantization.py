@@ -57,15 +57,19 @@ class QuantSpec:
     zero_points: bool = False
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a PackedMatrix [..., N, K], or of one for each expert."""
+        """Return the bytes of a rank's PackedMatrix [..., N, K], or of one for each expert.
+
+        The blocks are those of the rank that is cut worst.
+        """
         *leading, rows, columns = shape
-        heights, widths = (
-            -(-n // size) if size else 1
+        height, width = (
+            math.gcd(size, n) if size else n
             for size, n in zip(self.block, (rows, columns), strict=True)
         )
+        width = width & -width if self.block[1] else width
+        blocks = -(-rows // height) * -(-columns // width)
         of_block = 4 + self.zero_points  # a scale in float32, a zero point in int8
-        matrix = rows * columns * self.bits // 8 + heights * widths * of_block
-        return math.prod(leading) * matrix
+        return math.prod(leading) * (rows * columns * self.bits // 8 + blocks * of_block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,21 @@ class WeightSpec:
         """Element count."""
         return math.prod(self.shape)
 
+    def packed_bytes(self, shape: tuple[int, ...], item: int, quantization: str) -> int:
+        """Return the bytes of a part on a GPU, where products read quantised weights.
+
+        Args:
+            shape: the part's.
+            item: bytes of a number without quantisation.
+            quantization: how weights are rounded that the checkpoint does not quantise; or "none".
+        """
+        if self.stored is not None:
+            return self.stored.packed_bytes(shape)
+        if quantization == "none":
+            return math.prod(shape) * item
+        *rows, width = shape
+        return math.prod(rows) * ROUNDED[quantization].row_bytes(width, FLOAT32_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
@@ -496,14 +511,13 @@ class ModelSpec:
         size = 0
         for weight in self.weights:
             each = 4 if weight.in_float32 else item
-            if packed and weight.stored is not None:
-                size += weight.stored.packed_bytes(weight.shape)
+            if packed and weight not in kept:
+                size += weight.packed_bytes(weight.shape, each, quantization)
             elif quantization == "none" or len(weight.shape) == 1 or weight in kept:
                 size += weight.size * each
             else:
                 width = weight.shape[-1]
-                of_scale = FLOAT32_BYTES if packed else each
-                size += weight.size // width * ROUNDED[quantization].row_bytes(width, of_scale)
+                size += weight.size // width * ROUNDED[quantization].row_bytes(width, each)
         return size
 
     def _unquantized(self) -> set[WeightSpec]:

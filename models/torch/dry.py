@@ -19,7 +19,7 @@ from weft.kernels.gpu.runtime.ahead import Ahead, Progress, compile_ahead
 from weft.kernels.gpu.tuning.costs import meta_device
 from weft.kernels.packed import PAIRED, PackedForm, PackedMatrix
 from weft.kernels.symmetric.absent import AbsentGpu, AbsentHome
-from weft.models.checkpoint.packing import block_of, kind_of
+from weft.models.checkpoint.packing import form_of
 from weft.models.interface import Size, StepInput
 from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.layout import Layout
@@ -243,14 +243,11 @@ class NoWeights:
         if (stored := weight.stored) is None:
             return rounded_form(self._quantization, self.parts(weight))
         rows, columns = self.parts(weight)[-2:]
-        shape = weight.shape[-2:]
-        grid = (-(-n // (size or n)) for n, size in zip(shape, stored.block, strict=True))
-        block = block_of(stored, (next(grid), next(grid)), rows, columns)
-        if block is None:
-            return None
-        if weight.head_order:  # its rows are sorted
-            block = (1, block[1])
-        return kind_of(stored), block, stored.zero_points
+        shape = weight.shape[-2], weight.shape[-1]
+        if (form := form_of(stored, shape, rows, columns)) is None or not weight.head_order:
+            return form
+        kind, block, has_zeros = form
+        return kind, (1, block[1]), has_zeros  # the rows are sorted
 
     def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
         form = self.packed_form(weight)

@@ -43,12 +43,13 @@ class Rounded:
 
     def packed_form(self, weight: WeightSpec) -> PackedForm | None:
         """See WeightSource; odd numbers of columns stay plain with int4."""
-        stored = self._weights.packed_form(weight)
-        return stored or rounded_form(self._quantization, self.parts(weight))
+        if weight.stored is not None:
+            return self._weights.packed_form(weight)
+        return rounded_form(self._quantization, self.parts(weight))
 
     def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
         """See WeightSource."""
-        if self._weights.packed_form(weight) is not None:
+        if weight.stored is not None:
             yield from self._weights.read_packed(weight)
             return
         for tensor in self.read_each(weight):

@@ -388,7 +388,9 @@ def plan_memory(
         count_activations=triton_activations if triton else cpu_activations,
         buffers=buffers,
         recordings=recorded,
-        copies=copies_bytes(local, dtype, config.redundant_experts // config.ep),
+        copies=copies_bytes(
+            *(local, dtype, config.redundant_experts // config.ep, config.quantization)
+        ),
         packed=triton,
         sharded=buffers > 0 and layout.dp_size == 1,
     )

@@ -257,7 +257,8 @@ def grouped_matmul(
     check("expected", expected, expected >= 0, "be positive, or 0 for all rows")
     rows = expected or most
     scaled = isinstance(epilogue.x_scale, Tensor) and epilogue.x_scale.dim() == 2
-    if blocks is None and choice and (config := choice.of_product(x, weights, rows, silu, groups)):
+    measured = choice if blocks is None and not weights.packed else None
+    if measured and (config := measured.of_product(x, weights, rows, silu, groups)):
         blocks = (config.block_m, config.block_n, config.block_k)
         warps, stages = warps or config.warps, stages or config.stages
         if scaled:  # a thread holds both sums in the registers for one

@@ -452,7 +452,7 @@ class Weights:
         """
         tensors: tuple[Any, ...] = tuple(w) if isinstance(w, (tuple, list)) else (w,)
         if any(isinstance(each, PackedMatrix) for each in tensors):
-            return cls._of_packed(tensors, x, require, groups)
+            return cls._of_packed(tensors, x, require, limit, groups)
         for name, tensor in (("x", x), *(("w", tensor) for tensor in tensors)):
             kind = f"a {type(tensor).__name__}"
             require(name, kind, isinstance(tensor, Tensor), "be a tensor")
@@ -484,10 +484,11 @@ class Weights:
 
     @classmethod
     def _of_packed(
-        cls, matrices: tuple[Operand, ...], x: Tensor, require: Require, groups: int
+        cls, matrices: tuple[Operand, ...], x: Tensor, require: Require, limit: int, groups: int
     ) -> Weights:
         """Check quantised weights, as `of` does."""
-        require("w", f"{len(matrices)} quantised weights", len(matrices) <= 2, "be 1 or 2")
+        count, limit = len(matrices), min(limit, 2)
+        require("w", f"{count} quantised weights", count <= limit, f"be at most {limit}")
         packed = []
         for each in matrices:
             alike = isinstance(each, PackedMatrix)
@@ -571,6 +572,8 @@ def choose_tiling(
             blocks = (low, 32, 128 if low <= 32 and not pair else 64)
         elif not aligned:  # loads are element by element; each address takes registers
             blocks = (min(low, 64), 32 if pair or apart else 64, 32)
+    alone = len(weights.packed) < 2 or silu_multiply
+    require("w", "2 quantised weights", alone, "be 1, or 2 with silu_multiply")
     if weights.packed:  # a block of K lies in one block of scales, or has several whole ones
         must = "have a BLOCK_K that divides the columns of a scale, or is a multiple of them"
         width = weights.packed[0].block[1]

@@ -37,7 +37,10 @@ def load_packed(
     ROWS: tl.constexpr,  # rows of a block; 0 for all
     COLUMNS: tl.constexpr,  # columns of a block; 0 for all; divides BLOCK_K or is a multiple of it
 ):
-    """Load numbers [row : row + BLOCK_N, start : start + BLOCK_K] in float32; zeros outside."""
+    """Load numbers [row : row + BLOCK_N, start : start + BLOCK_K] in float32.
+
+    Outside the matrix, the result is 0 or another finite number.
+    """
     n = row + tl.arange(0, BLOCK_N)
     if KIND == "int4" or KIND == "fp4":
         pair = start // 2 + tl.arange(0, BLOCK_K // 2)
@@ -137,7 +140,9 @@ def dequantize(matrix: PackedMatrix, out: Tensor) -> Tensor:
     *_, rows, columns = matrix.shape
     groups = out.numel() // max(1, rows * columns)
     height, width = matrix.block
-    if groups > 1 and (not height or rows % height):  # rows of all groups count as one matrix's
+    if groups > 1:  # rows of all groups count as one matrix's
+        height = height or rows
+    if groups > 1 and rows % height:
         for each in range(groups):
             zeros = None if matrix.zeros is None else matrix.zeros[each]
             part = PackedMatrix(

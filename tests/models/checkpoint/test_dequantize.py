@@ -23,7 +23,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from weft.models.checkpoint import dequantize as module
 from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
-from weft.models.checkpoint.packing import block_of, pack
+from weft.models.checkpoint.packing import form_of, pack
 from weft.models.spec.quantization import QuantSpec
 
 ROWS, COLUMNS, GROUP = 48, 96, 32
@@ -181,9 +181,10 @@ def test_a_part_may_begin_and_end_inside_a_block(
     assert torch.equal(actual, expected[part])
     height, width = (b or n for b, n in zip(spec.block, (ROWS, COLUMNS), strict=True))
     blocks = -(-ROWS // height), -(-COLUMNS // width)
-    if (block := block_of(spec, blocks, *part)) is not None:
+    if (form := form_of(spec, (ROWS, COLUMNS), *part)) is not None:
         grids = scale_grid(spec, scales, blocks, global_scale), zero_grid(spec, zeros, blocks)
-        packed = pack(spec, codes, *grids, *part, block)
+        packed = pack(spec, codes, *grids, *part, form[1])
+        assert packed.form == form
         assert all(tensor.is_contiguous() for tensor in packed.parts)
         assert packed.shape == actual.shape
         assert torch.equal(packed.dequantize(), actual)

@@ -253,7 +253,8 @@ def test_ranks_with_rounded_weights_sample_what_one_does(tmp_path: Path) -> None
     def told(size: int, layout: Layout) -> list[Any]:
         cases = [(each, path, ("", each, layout)) for each in ("int8", "int8, fp8 cache")]
         with running(size, be_rank, size, cases, after=(4, 4, True)) as pipes:
-            return [[pipe.recv() for pipe in pipes][0] for _ in cases]
+            received = [[pipe.recv() for pipe in pipes] for _ in cases]
+        return [first for first, *_ in received]
 
     for one, several in zip(told(1, Layout()), told(2, Layout(ep=2)), strict=True):
         name, tokens, logprobs, *_ = several

@@ -195,6 +195,7 @@ def test_without_a_fault_nothing_is_found() -> None:
     ("weights", "x", "options", "problem"),
     [
         ([made("fp8", (8, 32))] * 3, torch.zeros(2, 32), {}, "w is 3 quantised weights"),
+        ([made("fp8", (8, 32))] * 2, torch.zeros(2, 32), {}, "w is 2 quantised weights"),
         ([made("fp8", (8, 32)), torch.zeros(32, 8)], torch.zeros(2, 32), {}, "w is a Tensor"),
         ([made("fp8", (8, 32)), made("int8", (8, 32))], torch.zeros(2, 32), {}, "w's forms"),
         ([made("fp8", (8, 32))], torch.zeros(2, 16), {}, "w's shape is .8, 32.* 16 columns"),
