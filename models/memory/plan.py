@@ -206,9 +206,7 @@ class MemoryPlan:
         return self.request_bytes <= size <= self.room
 
 
-def copies_bytes(
-    spec: ModelSpec, dtype: str, copies: int, quantization: str = "none"
-) -> int:
+def copies_bytes(spec: ModelSpec, dtype: str, copies: int, quantization: str = "none") -> int:
     """Count the bytes for copies of experts, and for the buffer in which experts move.
 
     Args:
