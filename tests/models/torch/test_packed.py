@@ -118,6 +118,28 @@ def test_weights_stay_as_they_are_stored(form: str, pairs: dict[tuple[str, str],
         assert size < 0.8 * spec.weight_bytes("float32")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_each_ranks_part_is_as_the_ledger_and_the_dry_run_expect(
+    form: str, pairs: dict[tuple[str, str], Pair]
+) -> None:
+    """Also where a cut is inside a block: 24 of 96 columns with blocks of 16 or 32."""
+    for family in ("llama", "qwen3_moe"):
+        quantized, plain = pairs[family, form]
+        spec = read_spec(quantized)
+        for rank in range(4):
+            layout = Layout(tp=4, rank=rank)
+            local = {each.name: each for each in layout.local(spec).products()}
+            weights, absent = Weights(quantized, spec, layout=layout), NoWeights(spec, layout)
+            whole = Weights(plain, read_spec(plain), layout=layout)
+            for weight in spec.products():
+                packed = list(weights.read_packed(weight))
+                assert packed[0].form == weights.packed_form(weight) == absent.packed_form(weight)
+                size = sum(each.bytes for each in packed)
+                assert size <= local[weight.name].packed_bytes(local[weight.name].shape, 4, "none")
+                for one, values in zip(packed, whole.read_each(weight), strict=True):
+                    assert torch.equal(one.dequantize(), values.float())
+
+
 def test_mixed_formats_are_multiplied_apart_or_dequantized(
     pairs: dict[tuple[str, str], Pair],
 ) -> None:

@@ -43,7 +43,9 @@ def made(
         codes[(codes & 127) == 127] = 0
     grid = [-(-n // (size or n)) if n else 1 for n, size in zip(shape[-2:], block, strict=True)]
     points = torch.randint(-8, 8, (*leading, *grid)).to(torch.int8) if zeros else None
-    return PackedMatrix(kind, codes, torch.rand(*leading, *grid) / 8 + 0.1, points, block)
+    scales = torch.rand(*leading, *grid) + 0.5  # of the largest number
+    largest = {"fp8": 448, "int8": 128, "int4": 8, "fp4": 6}[kind]
+    return PackedMatrix(kind, codes, scales / largest, points, block)
 
 
 def numbers(matrix: PackedMatrix) -> Tensor:
