@@ -48,7 +48,9 @@ LOADS = {
     "int4": ("one", "many", "prompt"),
 }
 SHAPES = {"dense": "qwen2.5-0.5b", "moe": "moe-1b", "int4": "qwen2.5-0.5b"}
-ROUNDED: dict[str, GgufKind] = {"int4": "Q4_0"}  # weft rounds the weights to the shape's format; llama.cpp has this one
+ROUNDED: dict[str, GgufKind] = {
+    "int4": "Q4_0"
+}  # weft rounds the weights to the shape's format; llama.cpp has this one
 SLACK = 600_000_000  # bytes that weft may take besides weights and cache
 START_BOUND = 3.0  # seconds
 ROUNDS = {"one": 4, "prompt": 4}  # in a repetition: short turns, for the machine's speed changes
