@@ -527,11 +527,14 @@ async def test_requests_get_the_answers_that_they_get_alone(
 async def until_all_is_met(served: Served, asked: list[Asked]) -> None:
     """Repeat rounds, in different orders, until each feature met preemptions and cached prefixes.
 
-    A request that is repeated alone finds its own prefix, at the latest on its second engine.
+    Each KV cache has its copy of the requests. A request that is repeated alone finds its own
+    prefix, at the latest on its second engine.
     """
     rng = random.Random(0)
+    config = served.engine.config
+    copies = asked * (config.dp * config.attention_groups)
     for _ in range(ROUNDS):
-        await served.round(rng.sample(asked, len(asked)))
+        await served.round(rng.sample(copies, len(copies)))
         for each in asked:
             wanted = each.features.intersection(DRAWN) - with_(asked, "prefix_cache")
             if wanted and SCORED not in each.features:
