@@ -57,7 +57,7 @@ class PackedMatrix:
 
     @property
     def form(self) -> PackedForm:
-        """What must be equal for matrices to become one."""
+        """The kind, the block, and whether it has zero points: equal in joined matrices."""
         return self.kind, self.block, self.zeros is not None
 
     @property
