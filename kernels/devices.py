@@ -99,6 +99,11 @@ class Device:
     copy: float = 0.0
 
     @property
+    def gpu(self) -> bool:
+        """True for a GPU: neither a core of a CPU nor a TPU."""
+        return not self.cpu and not self.shapes
+
+    @property
     def per_chip(self) -> int:
         """Devices on one chip."""
         return 1 if self.inside is None else 2

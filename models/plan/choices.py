@@ -108,7 +108,7 @@ def choices(
                 missing.append((plan.fixed + plan.request_bytes - plan.budget, quantization))
                 continue
             engine = Engine(
-                *(spec, layout, place, Precision(compute, quantization)),
+                *(spec, layout, place, Precision(compute, quantization, packed=place.device.gpu)),
                 overlapped=_overlaps(place, layout),
             )
             replicas = place.devices // layout.world_size
@@ -226,7 +226,7 @@ def _memory(
         dp_size=layout.dp_size,
         cp=layout.cp,
         count_activations=count,
-        packed=count is triton_activations,
+        packed=place.device.gpu,
         sharded=_overlaps(place, layout) and layout.stage_size > layout.dp_size == 1,
     )
 
@@ -259,7 +259,7 @@ def _misfit(
         remedy += f". Weights with {bits} bits would fit"
         if place.device.shapes:
             remedy += ", but weft does not serve them there yet"
-        elif spec.quantization is None:
+        elif place.device.gpu and spec.quantization is None:
             remedy += f": --quantization int{bits}"
     return f"{start}, and {lacks}; {remedy}"
 

@@ -129,11 +129,13 @@ class Precision:
         dtype: activations: "bfloat16" or "float32".
         quantization: the matrices: "none", "int8" or "int4".
         kv_cache_dtype: the KV cache: "auto", which is `dtype`, or "fp8".
+        packed: products read a quantised checkpoint's weights as they are stored, as on GPUs.
     """
 
     dtype: str = "bfloat16"
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    packed: bool = False
 
     @property
     def item(self) -> int:
@@ -147,6 +149,9 @@ class Precision:
 
     def weight_bytes(self, weight: WeightSpec, size: float) -> float:
         """Return the bytes for `size` of a matrix's numbers."""
+        if self.packed:
+            stored = weight.packed_bytes(weight.shape, self.item, self.quantization)
+            return size * stored / weight.size
         if self.quantization == "none" or len(weight.shape) == 1:
             return size * self.item
         width = weight.shape[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +21,7 @@ from weft.models.checkpoint.locate import read_spec
 from weft.models.interface import SlotSampling, StepInput
 from weft.models.plan.batch import Batch
 from weft.models.plan.step import Exchange, Operator, Precision, RankModel, stages
+from weft.models.spec.build import build_spec
 from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec
 from weft.models.torch.group import make_groups, meet
@@ -151,6 +153,21 @@ def test_a_large_step_reads_all_weights_once(
     if spec.lm_head is not None:
         whole -= spec.embedding.size * precision.item
     assert weights == pytest.approx(whole, rel=0.05)
+
+
+def test_gpus_read_a_quantised_checkpoints_weights_as_they_are(models: dict[str, Path]) -> None:
+    config = json.loads((models["llama"] / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    spec = build_spec(config | {"quantization_config": fp8}, Path("config.json"))
+
+    def read(packed: bool) -> float:
+        precision = Precision(DTYPE, packed=packed)
+        operators = RankModel(spec, Layout(), precision).operators(Batch(1, 1.0))
+        return sum(op.read * op.times for op in operators)
+
+    saved = spec.weight_bytes(DTYPE) - spec.weight_bytes(DTYPE, packed=True)
+    assert saved > 0
+    assert read(packed=False) - read(packed=True) == pytest.approx(saved)
 
 
 def test_operations_are_twice_the_parameters_of_each_token(models: dict[str, Path]) -> None:
