@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from typing import Any, Literal
 
@@ -118,7 +118,8 @@ activations, and its fp8 cache has no scales."""
 
 NONE = r"(?!)"
 ALL = ""
-"""Regular expressions that match no name, and all names."""
+EXPERTS = r".*\.experts\."
+"""Regular expressions that match no name, all names, and experts' names."""
 
 
 def read_quantization(*holders: Fields) -> Quantization | None:
@@ -234,7 +235,8 @@ def _gptq(fields: Fields) -> Quantization:
 
 
 def _mxfp4(fields: Fields) -> Quantization:
-    return _except(QuantSpec("mxfp4", (1, 32), bits=4), fields)
+    found = _except(QuantSpec("mxfp4", (1, 32), bits=4), fields)
+    return replace(found, groups=tuple((EXPERTS, spec) for _, spec in found.groups))
 
 
 def _torchao(fields: Fields) -> Quantization:

@@ -71,6 +71,16 @@ def check_equal(quantized: Path, plain: Path, layouts: list[Layout]) -> None:
         for weight in plain_spec.weights:
             pairs = zip(weights.read_each(weight), expected.read_each(weight), strict=True)
             assert all(torch.equal(one, other) for one, other in pairs), (weight.name, layout)
+        for weight in spec.products():
+            form = weights.packed_form(weight)
+            assert (form is None) == (weight.stored is None), (weight.name, layout)
+            for packed, values in zip(
+                weights.read_packed(weight) if form else (), weights.read_each(weight), strict=False
+            ):
+                assert packed.form == form
+                # A factor in the weight multiplies the scales, which rounds otherwise.
+                tolerance = 0.0 if weight.scale == 1.0 else 1e-6
+                torch.testing.assert_close(packed.dequantize(), values, rtol=tolerance, atol=0.0)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -82,7 +82,6 @@ def spec_of(section: Any, name: str = "model.layers.0.mlp.up_proj") -> QuantSpec
             {**GPTQ, "bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"},
             QuantSpec("gptq_v2", (1, 0), 4, zero_points=True),
         ),
-        (EXPERT_FORMATS["mxfp4"].config, QuantSpec("mxfp4", (1, 32), 4)),
         (compressed("nvfp4-pack-quantized", **NVFP4), QuantSpec("nvfp4", (1, 16), 4)),
         (compressed("mxfp4-pack-quantized", **MXFP4), QuantSpec("mxfp4_packed", (1, 32), 4)),
         (FORMATS["torchao fp8, row"].config, QuantSpec("fp8_torchao", (1, 0))),
@@ -94,6 +93,13 @@ def spec_of(section: Any, name: str = "model.layers.0.mlp.up_proj") -> QuantSpec
 )
 def test_each_method_gives_its_format(section: dict[str, Any], spec: QuantSpec) -> None:
     assert spec_of(section) == spec
+
+
+def test_mxfp4_is_the_format_of_experts() -> None:
+    section = EXPERT_FORMATS["mxfp4"].config
+    spec = QuantSpec("mxfp4", (1, 32), 4)
+    assert spec_of(section, "model.layers.0.mlp.experts.gate_up_proj") == spec
+    assert spec_of(section, "model.layers.0.self_attn.q_proj") is None
 
 
 def test_a_model_without_the_section_is_not_quantized() -> None:
