@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -92,9 +92,9 @@ class Weights:
         progress: Progress | None = None,
         layout: Layout = WHOLE,
     ) -> None:
-        self._entries, self._places, skipped = _check_files(path, spec)
-        if skipped and layout.rank == 0:
-            _log_skipped(skipped, spec)
+        self._entries, self._places, self._skipped = _check_files(path, spec)
+        if self._skipped and layout.rank == 0:
+            _log_skipped(self._skipped, spec)
         self._spec = spec
         self.layout = layout
         own = layout.of_stage(spec).weights
@@ -198,6 +198,37 @@ class Weights:
         """Return where the checkpoint holds a whole weight: the place, and the tensors there."""
         place = self._places[weight.name]
         return place, [self._entries[name] for name in place.tensors(weight.shape[0])]
+
+    def cache_scale(self, weight: WeightSpec, which: Literal["k", "v"]) -> float:
+        """Return the scale of a layer's keys or values in an fp8 cache; 1 if there is none.
+
+        compressed-tensors and vLLM name it after the attention, ModelOpt after the projection.
+
+        Args:
+            weight: of the projection that makes the keys or values.
+            which: "k" for keys, "v" for values.
+
+        Raises:
+            ModelError: it is not one positive number.
+        """
+        projection = weight.name.removesuffix(".weight")
+        attention = projection.rpartition(".")[0]
+        names = [f"{module}.{which}_scale" for module in (attention, projection)]
+        for stored, entry in self._skipped.items():
+            if isinstance(entry, Entry) and _known_name(stored, set(names)) in names:
+                tensor = _open(entry.file).get_tensor(entry.name)
+                if tensor.numel() != 1:
+                    raise ModelError(
+                        f"{entry.file}: {entry.name} has shape {entry.shape}; with "
+                        "--kv-cache-dtype fp8 it must be one number"
+                    )
+                if not 0 < (scale := float(tensor)) < math.inf:
+                    raise ModelError(
+                        f"{entry.file}: {entry.name} holds {scale}; a scale of an fp8 cache is a "
+                        "positive number, so the file is damaged"
+                    )
+                return scale
+        return 1.0
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""

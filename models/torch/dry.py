@@ -23,7 +23,7 @@ from weft.models.checkpoint.packing import form_of
 from weft.models.interface import Size, StepInput
 from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import LayerSpec, ModelSpec, WeightSpec
+from weft.models.spec.spec import FP8_CACHE, LayerSpec, ModelSpec, WeightSpec
 from weft.models.torch import warm_up
 from weft.models.torch.balance import Balancer
 from weft.models.torch.exchange import Exchange, Plain
@@ -104,6 +104,7 @@ class DryModel:
                 exchange=exchange,
                 groups=groups,
                 copies=sizes.copies,
+                fp8_cache=sizes.kv_dtype == FP8_CACHE,
             )
             if sizes.copies and isinstance(exchange, Overlapped) and exchange.dispatch is not None:
                 Balancer(self._model.experts, exchange.dispatch, groups.expert)
@@ -238,6 +239,9 @@ class NoWeights:
 
     def read(self, weight: WeightSpec) -> Tensor:
         return meta([part.stop - part.start for part in self.parts(weight)])
+
+    def cache_scale(self, weight: WeightSpec, which: str) -> float:
+        return 1.0
 
     def packed_form(self, weight: WeightSpec) -> PackedForm | None:
         if (stored := weight.stored) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.tile import is_decode
 from weft.kernels.gpu.rowwise import activation
 from weft.kernels.gpu.rowwise.norm import mean_squares, rms_norm
+from weft.kernels.gpu.rowwise.rope import CacheScales
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.gpu_layers import Experts, Linear
 from weft.models.torch.group import Groups
@@ -51,6 +52,26 @@ class Stream(NamedTuple):
     def whole(self) -> Tensor:
         """Return the stream."""
         return self.x if self.added is None else self.x + self.added
+
+
+class AttentionForm(NamedTuple):
+    """What a layer's attention is, apart from its heads.
+
+    Attributes:
+        scale: multiplies the scores.
+        window: size of the sliding window; None sees all.
+        scales: of an fp8 cache; None for any other cache.
+    """
+
+    scale: float
+    window: int | None
+    scales: CacheScales | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the attention ops."""
+        k, v = self.scales or (None, None)
+        return {"scale": self.scale, "sliding_window": self.window, "k_scale": k, "v_scale": v}
 
 
 class Exchange(Protocol):
@@ -94,7 +115,7 @@ class Exchange(Protocol):
         """
 
     def attend(
-        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, form: AttentionForm
     ) -> Tensor:
         """Attention for this rank's heads, [T, H, D] to the same shape, wherever the pages are."""
 
@@ -119,12 +140,10 @@ class Exchange(Protocol):
         """Raise KernelError if one of `faults`, as read from the device, is set."""
 
 
-def attend(
-    q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
-) -> Tensor:
+def attend(q: Tensor, cache: LayerCache, batch: PagedBatch, form: AttentionForm) -> Tensor:
     """Attention over local pages: [T, H, D] to the same shape."""
     op = decode_attention if is_decode(q, batch) else mixed_attention
-    return op(q, *cache, batch, scale=scale, sliding_window=window)
+    return op(q, *cache, batch, **form.options)
 
 
 def multiply(x: Tensor, linear: Linear, *, silu_multiply: bool) -> Tensor:
@@ -177,20 +196,19 @@ class Plain:
         return self._group.sum(own)
 
     def attend(
-        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, form: AttentionForm
     ) -> Tensor:
         """See Exchange."""
         ranks = self._context.size
         if ranks == 1:
-            return attend(q, cache, batch, scale, window)
+            return attend(q, cache, batch, form)
         tokens, heads, dim = q.shape
         all_q = self._context.gather_columns(q.reshape(tokens, -1), ranks * heads * dim)
         all_q = all_q.contiguous().view(tokens, ranks * heads, dim)
         lse = torch.empty(tokens, ranks * heads, device=q.device)
         out = paged_attention(
             *(all_q, *cache, batch),
-            scale=scale,
-            sliding_window=window,
+            **form.options,
             lse=lse,
             rank=self._context.index,
             world_size=ranks,

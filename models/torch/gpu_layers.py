@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,9 +41,10 @@ from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.matmul.matmul import Operand, matmul
 from weft.kernels.gpu.matmul.packed_tile import dequantize
 from weft.kernels.gpu.rowwise.activation import silu_multiply
+from weft.kernels.gpu.rowwise.rope import CacheScales
 from weft.kernels.packed import PackedForm, PackedMatrix, side_by_side, stacked
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import LinearSpec, MlpSpec, MoeSpec, WeightSpec
+from weft.models.spec.spec import AttentionSpec, LinearSpec, MlpSpec, MoeSpec, WeightSpec
 
 FEW_ROWS = 128
 """Maximum number of rows for which a product dequantises in registers. With more rows, torch's
@@ -71,6 +72,9 @@ class WeightSource(Protocol):
 
     def read_packed(self, weight: WeightSpec) -> Iterator[PackedMatrix]:
         """Yield a quantised weight's matrices as they are stored, one for each expert."""
+
+    def cache_scale(self, weight: WeightSpec, which: Literal["k", "v"]) -> float:
+        """Return the scale of an fp8 cache for what this projection makes: keys or values."""
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""
@@ -167,6 +171,12 @@ class WeightLoader:
             tensors = [tensor.to(self._device, self._dtype) for tensor in each]
             stacks.append(torch.stack(_repeated(tensors, copies)))
         return stacks
+
+    def cache_scales(self, attention: AttentionSpec, kv_heads: int) -> CacheScales:
+        """Load the scales of a layer's fp8 cache."""
+        k = self._weights.cache_scale(attention.k.weight, "k")
+        v = self._weights.cache_scale(attention.v.weight, "v")
+        return CacheScales(*(torch.full((kv_heads,), x, device=self._device) for x in (k, v)))
 
     def _packed(self, weight: WeightSpec) -> list[PackedMatrix]:
         return [matrix.to(self._device) for matrix in self._weights.read_packed(weight)]

@@ -39,7 +39,7 @@ from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec
 from weft.models.torch.angles import Angles, Turns
 from weft.models.torch.cpu_layers import LayerCache
-from weft.models.torch.exchange import Exchange, Stream
+from weft.models.torch.exchange import AttentionForm, Exchange, Stream
 from weft.models.torch.gpu_layers import Experts, PlainLinear, WeightLoader, WeightSource
 from weft.models.torch.group import Groups
 from weft.models.torch.inputs import PagedPlan
@@ -111,13 +111,15 @@ class Layer:
         load: WeightLoader,
         exchange: Exchange,
         copies: int = 0,
+        fp8_cache: bool = False,
     ) -> None:
         attention, block = spec.attention, spec.feed_forward
         self._model, self._exchange = model, exchange
-        self._window = attention.sliding_window
+        scales = load.cache_scales(attention, model.num_kv_heads) if fp8_cache else None
+        self._form = AttentionForm(attention.scale, attention.sliding_window, scales)
         self._norms = _Norms.of(spec.attention_norm, spec.attention_output_norm, load)
         self._second_norms = _Norms.of(spec.feed_forward_norm, spec.feed_forward_output_norm, load)
-        self.rope, self._scale = attention.rope, attention.scale
+        self.rope = attention.rope
         self._query_weight: Tensor | None = None
         self._head_norms, self._wide = None, attention.norms_span_heads
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -153,10 +155,11 @@ class Layer:
             heads=model.num_heads,
             norms=self._head_norms,
             means=means,
+            scales=self._form.scales,
         )
         for factor in (self._query_weight, turn.query_scale):
             q = q if factor is None else q * factor
-        out = exchange.attend(q, cache, step.plan.batch, self._scale, self._window)
+        out = exchange.attend(q, cache, step.plan.batch, self._form)
         residual = self._norms.residual(x)
         ended = exchange.row_parallel(out.view(tokens, -1), self._o, residual, sharded=step.sharded)
         return self._norms.end(ended, x)
@@ -201,6 +204,7 @@ class GpuModel:
         exchange: how ranks communicate inside layers.
         groups: the ranks, for embedding and logits, which are not worth overlapping.
         copies: slots for experts beyond one for each of this rank's.
+        fp8_cache: the KV cache is in fp8.
     """
 
     def __init__(
@@ -213,6 +217,7 @@ class GpuModel:
         exchange: Exchange,
         groups: Groups,
         copies: int = 0,
+        fp8_cache: bool = False,
     ) -> None:
         sharded = exchange.is_sharded(sys.maxsize)
         load = WeightLoader(weights, dtype, device, sharded=sharded)
@@ -220,7 +225,9 @@ class GpuModel:
         self.device, self.exchange = device, exchange
         self._dtype, self._group = dtype, groups.tensor
         self._angles = Angles(stage.layers, spec.head_dim, device)
-        self._layers = [Layer(local, layer, load, exchange, copies) for layer in stage.layers]
+        self._layers = [
+            Layer(local, layer, load, exchange, copies, fp8_cache) for layer in stage.layers
+        ]
         if stage.is_first:
             self._table = load(spec.embedding)
         if stage.is_last:

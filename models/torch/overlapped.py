@@ -130,7 +130,7 @@ from weft.models.spec.layout import Layout
 from weft.models.spec.spec import ModelSpec, MoeSpec
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.crossover import predicted_limits, products_of
-from weft.models.torch.exchange import Stream, attend, multiply
+from weft.models.torch.exchange import AttentionForm, Stream, attend, multiply
 from weft.models.torch.gpu_layers import DispatchWorkspace, Experts, Linear, SharedMlp
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class _ContextParallelAttention:
         )
 
     def __call__(
-        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, form: AttentionForm
     ) -> Tensor:
         """[T, H, D] to the same shape."""
         tokens, heads, dim = q.shape
@@ -259,15 +259,12 @@ class _ContextParallelAttention:
         all_q = all_q.transpose(0, 1).contiguous().view(tokens, size * heads, dim)
         self._count()
         if batch.max_queries == 1 and tokens <= self._decode.max_requests:
-            out = distributed_decode_attention(
-                all_q, *cache, batch, self._decode, scale=scale, sliding_window=window
-            )
+            out = distributed_decode_attention(all_q, *cache, batch, self._decode, **form.options)
             return out[:, rank * heads :][:, :heads].contiguous()
         lse = torch.empty(tokens, size * heads, device=q.device)
         out = paged_attention(
             *(all_q, *cache, batch),
-            scale=scale,
-            sliding_window=window,
+            **form.options,
             lse=lse,
             rank=rank,
             world_size=size,
@@ -399,12 +396,12 @@ class Overlapped:
         return all_reduce(own, self._workspaces.mean_squares)
 
     def attend(
-        self, q: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: LayerCache, batch: PagedBatch, form: AttentionForm
     ) -> Tensor:
         """See Exchange."""
         if self._context_attention is None:
-            return attend(q, cache, batch, scale, window)
-        return self._context_attention(q, cache, batch, scale, window)
+            return attend(q, cache, batch, form)
+        return self._context_attention(q, cache, batch, form)
 
     def run_experts(
         self, experts: Experts, x: Tensor, normed: Tensor, tokens: Sequence[int], *, sharded: bool

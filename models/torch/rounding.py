@@ -35,6 +35,7 @@ class Rounded:
     def __init__(self, weights: WeightSource, quantization: str, dtype: torch.dtype) -> None:
         self._weights, self._quantization, self._dtype = weights, quantization, dtype
         self.read, self.read_each, self.parts = weights.read, weights.read_each, weights.parts
+        self.cache_scale = weights.cache_scale
 
     @property
     def layout(self) -> Layout:

@@ -38,7 +38,7 @@ from weft.models.interface import (
 )
 from weft.models.memory.plan import NO_RECORDINGS, Recordings
 from weft.models.spec.layout import WHOLE, Layout
-from weft.models.spec.spec import ModelSpec
+from weft.models.spec.spec import FP8_CACHE, ModelSpec
 from weft.models.torch import warm_up
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.cpu_model import CpuModel
@@ -225,6 +225,7 @@ class TorchRunner:
                     exchange=exchange,
                     groups=groups,
                     copies=copies,
+                    fp8_cache=kv_dtype == FP8_CACHE,
                 )
                 if copies and model.experts:
                     balancer = _make_balancer(model, groups)

@@ -105,6 +105,10 @@ class RandomWeights:
         """See gpu_layers.WeightSource; the model has no experts."""
         yield self.read(weight)
 
+    def cache_scale(self, weight: WeightSpec, which: str) -> float:
+        """See gpu_layers.WeightSource."""
+        return 1.0
+
     def packed_form(self, weight: WeightSpec) -> None:
         """See gpu_layers.WeightSource; no weight is quantised."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
+from support.quantized import FORMATS, quantize
 from support.split import INTERPRETED_DECODES, be_rank, generate, running, steps
 from support.steps import Driver
 
+from weft.errors import ModelError
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.kernels.interpreter.gpu import installed
 from weft.kernels.symmetric.virtual import VirtualHome, VirtualWorld
@@ -79,6 +83,60 @@ def test_keys_and_values_are_rounded_and_nothing_else(
     rounded, _ = logprobs_of(path, None)
     np.testing.assert_allclose(ours, rounded, atol=2e-5)
     assert 1e-3 < abs(ours - exact).max() < 0.5
+
+
+SCALES = {"self_attn.k_scale": 0.5, "self_attn.v_scale": 0.25}
+MODELOPT = {"self_attn.k_proj.k_scale": 0.5, "self_attn.v_proj.v_scale": 0.25}
+
+
+def scaled(source: Path, folder: Path, scales: dict[str, Any]) -> Path:
+    """Copy a checkpoint in fp8 with scales of the KV cache in its first layer."""
+    path, _ = quantize(source, folder, FORMATS["fp8, tensor"])
+    tensors = load_file(path / "model.safetensors")
+    for name, scale in scales.items():
+        tensors[f"model.layers.0.{name}"] = torch.tensor(scale)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.features("fp8_cache", "quantised")
+@pytest.mark.parametrize("scales", [SCALES, MODELOPT], ids=["attention", "projections"])
+def test_keys_and_values_have_the_checkpoints_scales(
+    scales: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer's scales are the checkpoint's, the second layer's are 1."""
+    source = make_checkpoint(tmp_path / "source", "llama", num_hidden_layers=2)
+    path = scaled(source, tmp_path, scales)
+    ours, _ = logprobs_of(path, FP8_CACHE)
+    exact, _ = logprobs_of(path, None)
+    layers = cycle([(0.5, 0.25), (1.0, 1.0)])
+
+    def rounding_by_layer(*place: Any, **options: Any) -> Any:
+        done = rotate_into_cache(*place, **options)
+        for cache, scale in zip(place[2:4], next(layers), strict=True):
+            cache.copy_((cache / scale).clamp(-448, 448).to(FP8).to(cache.dtype) * scale)
+        return done
+
+    monkeypatch.setattr(gpu_model, "rotate_into_cache", rounding_by_layer)
+    rounded, _ = logprobs_of(path, None)
+    np.testing.assert_allclose(ours, rounded, atol=2e-5)
+    assert 1e-3 < abs(ours - exact).max() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("scale", "problem"),
+    [
+        (0.0, "holds 0.0; a scale of an fp8 cache is a positive number"),
+        (float("nan"), "holds nan; a scale"),
+        ([0.5, 0.5], "has shape .2,.; with --kv-cache-dtype fp8 it must be one number"),
+    ],
+)
+def test_wrong_scales_are_refused(scale: Any, problem: str, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama", num_hidden_layers=1)
+    path = scaled(source, tmp_path, {"self_attn.k_scale": scale})
+    with pytest.raises(ModelError, match=f"model.layers.0.self_attn.k_scale {problem}"):
+        logprobs_of(path, FP8_CACHE)
+    logprobs_of(path, None)
 
 
 @pytest.mark.slow
