@@ -113,8 +113,8 @@ UNUSED = (
     *("*.output_scale", "*.output_zero_point"),
     *("*.q_scale", "*.k_scale", "*.v_scale", "*.q_zero_point", "*.k_zero_point", "*.v_zero_point"),
 )
-"""Scales of quantised activations and caches. They have no effect: weft does not quantise
-activations, and its fp8 cache has no scales."""
+"""Scales of quantised activations, which weft does not use, and of caches. An fp8 cache takes the
+scales of keys and values (`Weights.cache_scale`)."""
 
 NONE = r"(?!)"
 ALL = ""

@@ -55,7 +55,7 @@ class Stream(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """What a layer's attention is, apart from its heads.
+    """Options of a layer's attention.
 
     Attributes:
         scale: multiplies the scores.
