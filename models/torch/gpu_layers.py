@@ -199,11 +199,10 @@ class Linear(Protocol):
 
     bias: Tensor | None
     is_packed: bool
-    """True if `weights` must be dequantised first, which only pays with many rows."""
+    """True if `dense` must dequantise first, which only pays with many rows."""
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """The matrices, each [K, N_i]: transposed views of one tensor. Valid for one op."""
+    def dense(self) -> list[Tensor]:
+        """Return the matrices, each [K, N_i]: transposed views of one tensor, for one op."""
 
     def __call__(self, x: Tensor, *, biased: bool = True) -> Tensor:
         """[T, K] -> [T, N]; without the bias if not `biased`."""
@@ -225,12 +224,15 @@ class PlainLinear:
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         one = len(weights) == 1
         self._weight = weights[0].contiguous() if one else torch.cat(list(weights))
-        parts = torch.split(self._weight, [len(part) for part in weights])
-        self.weights = [part.mT for part in parts]
+        self._widths = [len(part) for part in weights]
         self.bias = torch.cat(list(biases)) if biases else None
 
+    def dense(self) -> list[Tensor]:
+        """See Linear."""
+        return [part.mT for part in torch.split(self._weight, self._widths)]
+
     def __call__(self, x: Tensor, *, biased: bool = True) -> Tensor:
-        """[T, K] -> [T, N]; without the bias if not `biased`."""
+        """See Linear."""
         return linear(x, self._weight, self.bias if biased else None)
 
 
@@ -255,8 +257,7 @@ class PackedLinear:
         self.bias = torch.cat(list(biases)) if biases else None
         buffer.reserve(matrix)
 
-    @property
-    def weights(self) -> list[Tensor]:
+    def dense(self) -> list[Tensor]:
         """See Linear."""
         (whole,) = self._buffer.dequantize(self._matrix)
         return [part.mT for part in torch.split(whole, self._widths)]

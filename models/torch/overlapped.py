@@ -363,7 +363,7 @@ class Overlapped:
         self._count()
         epilogue = Epilogue(bias=linear.bias, silu_multiply=silu_multiply)
         return all_gather_matmul(
-            x, linear.weights, self._workspaces.all_gather_matmul, epilogue=epilogue
+            x, linear.dense(), self._workspaces.all_gather_matmul, epilogue=epilogue
         )
 
     def row_parallel(
@@ -377,7 +377,7 @@ class Overlapped:
             own = linear(x, biased=self._home.rank == 0)
             return Stream.of(residual, all_reduce(own, self._workspaces.all_reduce))
         epilogue = Epilogue(bias=linear.bias, residual=residual)
-        (weight,) = linear.weights
+        (weight,) = linear.dense()
         if not sharded:
             of_all = self._workspaces.matmul_all_reduce
             return Stream(matmul_all_reduce(x, weight, of_all, epilogue=epilogue))
