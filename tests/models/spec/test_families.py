@@ -48,6 +48,7 @@ EACH = QWEN3_MOE | {
     "head_dim": 16,
     "num_local_experts": 8,
     "n_routed_experts": 8,
+    "n_shared_experts": 1,
     "moe_num_experts": 8,
     "moe_k": 2,
     "shared_expert_intermediate_size": 72,
