@@ -48,6 +48,7 @@ PUBLISHED = (
     ("ibm-granite/granite-3.*-[28]b-*", "GraniteForCausalLM"),
     ("ibm-granite/granite-3.*-a[48]00m-*", "GraniteMoeForCausalLM"),
     ("rednote-hilab/dots.llm1.*", "Dots1ForCausalLM"),
+    ("allenai/OLMoE-*", "OlmoeForCausalLM"),
     ("allenai/FlexOlmo-*", "FlexOlmoForCausalLM"),
     ("inclusionAI/Ring-1T*", "BailingMoeV2ForCausalLM"),
     ("inclusionAI/Ring-2.[56]-*", "BailingMoeV2_5ForCausalLM"),

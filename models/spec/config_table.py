@@ -67,6 +67,15 @@ _GRANITE = frozenset(
     }
 )
 _GRANITE_MOE = frozenset({"num_experts_per_tok", "num_local_experts"})
+_OLMOE = frozenset(
+    {
+        "attention_bias",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+    }
+)
 _QWEN2 = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
 
 READ_BY: dict[str, frozenset[str]] = {
@@ -111,15 +120,8 @@ READ_BY: dict[str, frozenset[str]] = {
     "glm4": frozenset({"attention_bias", "partial_rotary_factor"}),
     "olmo2": frozenset({"attention_bias"}),
     "olmo3": frozenset({"attention_bias", "sliding_window"}),
-    "flex_olmo": frozenset(
-        {
-            "attention_bias",
-            "norm_topk_prob",
-            "num_experts",
-            "num_experts_per_tok",
-            "num_local_experts",
-        }
-    ),
+    "olmoe": _OLMOE,
+    "flex_olmo": _OLMOE,
     "exaone4": frozenset({"sliding_window", "sliding_window_pattern"}),
     "glm4_moe": _DEEPSEEK | {"partial_rotary_factor", "use_qk_norm"},
     "dots1": _DEEPSEEK | {"max_window_layers", "sliding_window"},
@@ -278,8 +280,10 @@ ONLY_BY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_bias": (False,),
         "use_rmsnorm": (True,),
     },
+    "olmoe": {"clip_qkv": ()},
 }
-"""The same for fields of one family. The published code and vLLM agree on these values alone."""
+"""The same for fields of one family. For Ling, the published code and vLLM agree on these values
+alone."""
 
 HARMLESS = frozenset(
     {

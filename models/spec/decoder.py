@@ -28,10 +28,13 @@ from weft.models.spec.spec import (
 Size = tuple[int, Axis]
 """A dimension's size and logical axis."""
 
-BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
-AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-"""The usual names of a layer's norms, in the order of `Decoder.layer`: of the blocks' inputs, and
-of their outputs alone."""
+Norms = tuple[str | None, str | None, str | None, str | None]
+"""The norms' names in a layer: before and after attention, then before and after the feed-forward.
+None is no norm."""
+
+BEFORE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+AFTER: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+"""The usual names: of the blocks' inputs, and of their outputs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,14 @@ class Decoder:
         i: int,
         attention: AttentionSpec,
         feed_forward: MlpSpec | MoeSpec,
-        norms: tuple[str | None, str | None, str | None, str | None] = BEFORE,
+        norms: Norms = BEFORE,
     ) -> LayerSpec:
         """Describe layer i.
 
         Args:
             i: the layer's index.
             attention, feed_forward: its blocks.
-            norms: the norms' names in the layer: before and after attention, then before and after
-                the feed-forward. None is no norm.
+            norms: the names of its norms.
         """
         before, after, before_second, after_second = (
             None if name is None else self.norm(f"model.layers.{i}.{name}") for name in norms

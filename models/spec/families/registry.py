@@ -116,6 +116,7 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo3", dense.olmo3, 2048, 1e-5, RopeRules(500_000.0, by_kind=True)
     ),
+    "OlmoeForCausalLM": Family("olmoe", routed.olmoe, 4096, 1e-5),
     "FlexOlmoForCausalLM": Family("flex_olmo", routed.flex_olmo, 4096, rope=RopeRules(500_000.0)),
     "Exaone4ForCausalLM": Family("exaone4", dense.exaone4, 2048, 1e-5, kv_heads=32),
     "SmolLM3ForCausalLM": Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.models.spec.config_fields import Fields
-from weft.models.spec.decoder import AFTER, Decoder
+from weft.models.spec.decoder import AFTER, BEFORE, Decoder, Norms
 from weft.models.spec.families.attention import (
     granite_attention,
     hunyuan_attention,
@@ -139,13 +139,17 @@ def _is_sparse(fields: Fields, i: int) -> bool:
     return not dense and (i + 1) % fields.integer("decoder_sparse_step", 1) == 0
 
 
-def flex_olmo(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+def olmoe(fields: Fields, decoder: Decoder, i: int, norms: Norms = BEFORE) -> LayerSpec:
     bias = fields.flag("attention_bias", False)
     attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="heads")
     experts = decoder.experts(
         i, _qwen_router(fields, decoder, i), width=fields.integer("intermediate_size")
     )
-    return decoder.layer(i, attention, experts, AFTER)
+    return decoder.layer(i, attention, experts, norms)
+
+
+def flex_olmo(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    return olmoe(fields, decoder, i, AFTER)
 
 
 def glm4_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:

@@ -555,6 +555,22 @@ def test_layer_types_are_checked(
             {"rope_scaling": {"type": "dynamic", "alpha": 2.0}, "head_dim": 2},
             "rope_scaling.alpha is 2.0; supported is no such field for heads with 2 dimensions",
         ),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8.0; supported is no such field"),
+        (
+            "Dots1ForCausalLM",
+            {"n_shared_experts": None},
+            "n_shared_experts is missing",
+        ),
+        (
+            "Dots1ForCausalLM",
+            {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types is ['full_attention', 'sliding_attention']; supported is full_attention",
+        ),
+        (
+            "GraniteMoeForCausalLM",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok is 9; supported is at most the number of experts, 8",
+        ),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 256}, "rotary_dim is 256; supported is at most 16"),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 7}, "rotary_dim is 7; supported is an even number"),
         (LING, {"model_type": "bailing_hybrid"}, "model_type is 'bailing_hybrid'; supported is "),

@@ -84,6 +84,24 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
             "vocab_size": 49155,
         },
     ),
+    "olmoe-1b-7b": (
+        6.92,
+        {
+            "architectures": ["OlmoeForCausalLM"],
+            "clip_qkv": None,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "max_position_embeddings": 4096,
+            "model_type": "olmoe",
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 50304,
+        },
+    ),
     "flex-olmo-7x7b": (
         33.3,
         {

@@ -146,6 +146,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmoe": ("olmoe", {}),
+    "olmoe, biases, one KV head, normalized": (
+        "olmoe",
+        {"attention_bias": True, "num_key_value_heads": 1, "norm_topk_prob": True},
+    ),
     "flex_olmo": ("flex_olmo", {}),
     "flex_olmo, biases, one KV head, normalized": (
         "flex_olmo",
