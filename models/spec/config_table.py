@@ -42,20 +42,47 @@ READ = frozenset(
 )
 """Fields of all families with an effect on the model's numbers."""
 
+_DEEPSEEK = frozenset(
+    {
+        "attention_bias",
+        "first_k_dense_replace",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "num_local_experts",
+        "routed_scaling_factor",
+        "topk_group",
+    }
+)
+_GRANITE = frozenset(
+    {
+        "attention_bias",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "logits_scaling",
+        "residual_multiplier",
+    }
+)
+_GRANITE_MOE = frozenset({"num_experts_per_tok", "num_local_experts"})
+_OLMOE = frozenset(
+    {
+        "attention_bias",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+    }
+)
 _QWEN2 = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
 
 READ_BY: dict[str, frozenset[str]] = {
     "llama": frozenset({"attention_bias", "mlp_bias"}),
-    "granite": frozenset(
-        {
-            "attention_bias",
-            "attention_multiplier",
-            "embedding_multiplier",
-            "logits_scaling",
-            "mlp_bias",
-            "residual_multiplier",
-        }
-    ),
+    "granite": _GRANITE | {"mlp_bias"},
+    "granitemoe": _GRANITE | _GRANITE_MOE,
+    "granitemoeshared": _GRANITE | _GRANITE_MOE | {"shared_intermediate_size"},
     "mistral": frozenset({"sliding_window"}),
     "mixtral": frozenset(
         {"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}
@@ -93,24 +120,11 @@ READ_BY: dict[str, frozenset[str]] = {
     "glm4": frozenset({"attention_bias", "partial_rotary_factor"}),
     "olmo2": frozenset({"attention_bias"}),
     "olmo3": frozenset({"attention_bias", "sliding_window"}),
+    "olmoe": _OLMOE,
+    "flex_olmo": _OLMOE,
     "exaone4": frozenset({"sliding_window", "sliding_window_pattern"}),
-    "glm4_moe": frozenset(
-        {
-            "attention_bias",
-            "first_k_dense_replace",
-            "moe_intermediate_size",
-            "n_group",
-            "n_routed_experts",
-            "n_shared_experts",
-            "norm_topk_prob",
-            "num_experts_per_tok",
-            "num_local_experts",
-            "partial_rotary_factor",
-            "routed_scaling_factor",
-            "topk_group",
-            "use_qk_norm",
-        }
-    ),
+    "glm4_moe": _DEEPSEEK | {"partial_rotary_factor", "use_qk_norm"},
+    "dots1": _DEEPSEEK | {"max_window_layers", "sliding_window"},
     "bailing_moe": frozenset(
         {
             "first_k_dense_replace",
@@ -266,8 +280,10 @@ ONLY_BY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_bias": (False,),
         "use_rmsnorm": (True,),
     },
+    "olmoe": {"clip_qkv": ()},
 }
-"""The same for fields of one family. The published code and vLLM agree on these values alone."""
+"""The same for fields of one family. For Ling, the published code and vLLM agree on these values
+alone."""
 
 HARMLESS = frozenset(
     {

@@ -28,10 +28,13 @@ from weft.models.spec.spec import (
 Size = tuple[int, Axis]
 """A dimension's size and logical axis."""
 
-BEFORE = ("input_layernorm", None, "post_attention_layernorm", None)
-AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-"""The usual names of a layer's norms, in the order of `Decoder.layer`: of the blocks' inputs, and
-of their outputs alone."""
+Norms = tuple[str | None, str | None, str | None, str | None]
+"""The norms' names in a layer: before and after attention, then before and after the feed-forward.
+None is no norm."""
+
+BEFORE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+AFTER: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+"""The usual names: of the blocks' inputs, and of their outputs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,14 @@ class Decoder:
         i: int,
         attention: AttentionSpec,
         feed_forward: MlpSpec | MoeSpec,
-        norms: tuple[str | None, str | None, str | None, str | None] = BEFORE,
+        norms: Norms = BEFORE,
     ) -> LayerSpec:
         """Describe layer i.
 
         Args:
             i: the layer's index.
             attention, feed_forward: its blocks.
-            norms: the norms' names in the layer: before and after attention, then before and after
-                the feed-forward. None is no norm.
+            norms: the names of its norms.
         """
         before, after, before_second, after_second = (
             None if name is None else self.norm(f"model.layers.{i}.{name}") for name in norms
@@ -154,6 +156,7 @@ class Decoder:
         block: str = "mlp",
         saved: str | None = None,
         width: int | None = None,
+        output: str = "down_proj",
         fused: str | None = None,
     ) -> MlpSpec:
         """Describe a dense MLP in layer i.
@@ -164,6 +167,7 @@ class Decoder:
             block: the MLP's name in the layer.
             saved: the name that transformers 5 saves, if it is another.
             width: its width; None for the model's `intermediate_size`.
+            output: the down projection's name in the MLP.
             fused: the projection with gate and up, if they are one tensor.
         """
         name = f"model.layers.{i}.{block}"
@@ -174,7 +178,7 @@ class Decoder:
         up = _linear(f"{name}.up_proj", inner, hidden, bias)
         if fused is not None:
             gate, up = _in_one_tensor(f"{name}.{fused}", gate, up)
-        down = _linear(f"{name}.down_proj", hidden, inner, bias)
+        down = _linear(f"{name}.{output}", hidden, inner, bias)
         if saved is None:
             return MlpSpec(gate, up, down)
         other = f"model.layers.{i}.{saved}"
@@ -188,6 +192,7 @@ class Decoder:
         normalize: bool,
         top_k: str = "num_experts_per_tok",
         name: str = "mlp.gate.weight",
+        saved: str = "mlp.gate.weight",
         bias: Sequence[str] = (),
         bias_shape: tuple[int, ...] | None = None,
         scoring: Literal["softmax", "sigmoid"] = "softmax",
@@ -202,7 +207,8 @@ class Decoder:
             experts: how many experts the layer has.
             normalize, scoring, scale: as in RouterSpec.
             top_k: the field with the number of experts per token.
-            name: the router's tensor in the layer; transformers 5 saves it as `mlp.gate.weight`.
+            name: the router's tensor in the layer.
+            saved: the name that transformers 5 saves.
             bias: the tensor's names in the layer with the scores' bias, if there is one.
             bias_shape: its shape; None for one axis.
             groups: the number of groups, and of groups per token.
@@ -216,7 +222,7 @@ class Decoder:
             raise self.fields.error(top_k, f"at most the number of experts, {experts}")
         shape = (experts, self.hidden)
         places = [Place(f"{layer}.{each}", bias_shape or (experts,)) for each in bias]
-        names = dict.fromkeys((f"{layer}.{name}", f"{layer}.mlp.gate.weight"))
+        names = dict.fromkeys((f"{layer}.{name}", f"{layer}.{saved}"))
         return RouterSpec(
             weight=WeightSpec(
                 f"{layer}.{name}",
@@ -244,14 +250,16 @@ class Decoder:
         width: int,
         block: str = "mlp",
         matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        saved: str = "mlp.experts",
+        stacks: tuple[str, str] | None = None,
         shared: MlpSpec | None = None,
         shared_gate: str | None = None,
     ) -> MoeSpec:
         """Describe layer i's experts, which are separate tensors or stacked.
 
-        transformers 5 stacks them with `save_original_format=False`: `mlp.experts.gate_up_proj` is
-        [experts, 2 * width, hidden], `mlp.experts.down_proj` is [experts, hidden, width]. Qwen3-VL
-        publishes both transposed.
+        transformers 5 stacks them with `save_original_format=False`: `gate_up_proj` is [experts,
+        2 * width, hidden], `down_proj` is [experts, hidden, width]. Qwen3-VL publishes both
+        transposed. Granite publishes both under other names.
 
         Args:
             i: the layer's index.
@@ -259,28 +267,35 @@ class Decoder:
             width: one expert's intermediate size.
             block: the feed-forward's name in the layer, where each expert has its own tensors.
             matrices: each expert's gate, up and down matrix, by name.
+            saved: where in the layer transformers 5 saves the stacks.
+            stacks: their published names in the block, if those are others.
             shared: the shared experts, if there are some.
             shared_gate: the tensor in the layer with their gate, if there is one.
         """
         layer, count = f"model.layers.{i}", router.weight.shape[0]
         inner, outer = (count, width, self.hidden), (count, self.hidden, width)
-        both, stacked = (count, 2 * width, self.hidden), f"{layer}.mlp.experts"
+        both = (count, 2 * width, self.hidden)
         in_axes: tuple[Axis, ...] = ("expert", "moe_intermediate", "hidden")
         out_axes: tuple[Axis, ...] = ("expert", "hidden", "moe_intermediate")
 
         def weight(
-            matrix: str, shape: tuple[int, ...], axes: tuple[Axis, ...], stack: Place
+            matrix: str, shape: tuple[int, ...], axes: tuple[Axis, ...], stack: Place, other: str
         ) -> WeightSpec:
             name = f"{layer}.{block}.experts.{{expert}}.{matrix}.weight"
-            places = (Place(name, shape[1:]), stack, stack.swapped())
+            published = (replace(stack, name=f"{layer}.{block}.{other}"),) if other else ()
+            places = (*published, Place(name, shape[1:]), stack, stack.swapped())
             return WeightSpec(name, shape, axes, places)
 
         gate, up, down = matrices
+        other_up, other_down = stacks or ("", "")
+        gates = Place(f"{layer}.{saved}.gate_up_proj", both)
+        ups = replace(gates, start=(0, width, 0))
+        downs = Place(f"{layer}.{saved}.down_proj", outer)
         return MoeSpec(
             router=router,
-            gate=weight(gate, inner, in_axes, Place(f"{stacked}.gate_up_proj", both)),
-            up=weight(up, inner, in_axes, Place(f"{stacked}.gate_up_proj", both, (0, width, 0))),
-            down=weight(down, outer, out_axes, Place(f"{stacked}.down_proj", outer)),
+            gate=weight(gate, inner, in_axes, gates, other_up),
+            up=weight(up, inner, in_axes, ups, other_up),
+            down=weight(down, outer, out_axes, downs, other_down),
             shared=shared,
             shared_gate=WeightSpec(f"{layer}.{shared_gate}", (1, self.hidden), ("choice", "hidden"))
             if shared_gate

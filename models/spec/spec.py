@@ -350,6 +350,10 @@ class MlpSpec:
     up: LinearSpec
     down: LinearSpec
 
+    def scaled(self, factor: float) -> MlpSpec:
+        """Return the MLP whose result is `factor` times as large."""
+        return replace(self, down=self.down.scaled(factor))
+
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:

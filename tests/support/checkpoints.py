@@ -26,6 +26,8 @@ CHAT_TEMPLATE = (
 FAMILIES = {
     "llama": "LlamaConfig",
     "granite": "GraniteConfig",
+    "granitemoe": "GraniteMoeConfig",
+    "granitemoeshared": "GraniteMoeSharedConfig",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
@@ -35,6 +37,7 @@ FAMILIES = {
     "phi3": "Phi3Config",
     "glm": "GlmConfig",
     "glm4_moe": "Glm4MoeConfig",
+    "dots1": "Dots1Config",
     "bailing_moe": "Glm4MoeConfig",
     "minimax_m2": "MiniMaxM2Config",
     "hy_v3": "HYV3Config",
@@ -48,6 +51,8 @@ FAMILIES = {
     "smollm3": "SmolLM3Config",
     "olmo2": "Olmo2Config",
     "olmo3": "Olmo3Config",
+    "olmoe": "OlmoeConfig",
+    "flex_olmo": "FlexOlmoConfig",
     "exaone4": "Exaone4Config",
     "glm4": "Glm4Config",
     "qwen2_vl": "Qwen2VLConfig",
@@ -98,13 +103,21 @@ YARN_WITH_BETA = {
     "llama_4_scaling_beta": 0.3,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+}
+_GRANITE_MOE = _GRANITE | {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
-    "granite": {
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 12.0,
-        "logits_scaling": 8.0,
-        "residual_multiplier": 0.22,
-    },
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE | {"shared_intermediate_size": 72},
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
@@ -126,6 +139,13 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
     },
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    },
     "bailing_moe": {
         "n_routed_experts": 16,
         "num_experts_per_tok": 2,
@@ -135,6 +155,8 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 48},
     "olmo3": {"num_hidden_layers": 4, "sliding_window": 6},
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 6},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},

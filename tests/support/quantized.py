@@ -21,6 +21,8 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 FILE = "model.safetensors"
 LINEAR = {"targets": ["Linear"]}
+ROUTERS = ("mlp.gate.weight", "router.layer.weight")
+"""Ends of the routers' names."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def quantize(source: Path, folder: Path, form: Format, *, files: int = 1) -> tup
     tensors = load_file(source / FILE)
     packed: Tensors = {}
     for name, tensor in list(tensors.items()):
-        if tensor.dim() > 1 and ".layers." in name and not name.endswith("mlp.gate.weight"):
+        if tensor.dim() > 1 and ".layers." in name and not name.endswith(ROUTERS):
             parts, tensors[name] = form.pack(name, tensor.float())
             packed |= {each: part.contiguous() for each, part in parts.items()}
         else:

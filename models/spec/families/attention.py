@@ -1,4 +1,4 @@
-"""Parts of attention that several families read: windows, and Hunyuan's norms."""
+"""Attention that several families have: windows, Granite's multipliers, Hunyuan's norms."""
 
 from __future__ import annotations
 
@@ -48,11 +48,27 @@ def is_sliding(fields: Fields, decoder: Decoder, i: int, period: int) -> bool:
 
 
 def qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
-    """Read layer i's window; it applies by `layer_types`, or else from `max_window_layers` on."""
+    """Read layer i's window in Qwen's families, which have none without `use_sliding_window`."""
     sliding = fields.flag("use_sliding_window", False)
     window = read_window(fields, default=4096) if sliding else None
+    return window_of_last_layers(fields, decoder, i, window, first=28)
+
+
+def window_of_last_layers(
+    fields: Fields, decoder: Decoder, i: int, window: int | None, first: int
+) -> int | None:
+    """Tell layer i's window: by `layer_types`, or else in layers from `max_window_layers` on.
+
+    Args:
+        fields, decoder, i: the config, the model's sizes, and the layer's index.
+        window: of the layers that have one.
+        first: what an absent `max_window_layers` means.
+
+    Raises:
+        ModelError: the layers' kinds are unknown, or do not fit the window.
+    """
     if not fields.has("layer_types"):
-        if window is None or i < fields.integer("max_window_layers", 28, low=0):
+        if window is None or i < fields.integer("max_window_layers", first, low=0):
             return None
         return window
     kinds = layer_types(fields, decoder)
@@ -63,6 +79,22 @@ def qwen_window(fields: Fields, decoder: Decoder, i: int) -> int | None:
     if window is None:
         raise fields.error("layer_types", "full_attention in all layers without a sliding window")
     return window
+
+
+def granite_attention(fields: Fields, decoder: Decoder, i: int) -> AttentionSpec:
+    """Describe layer i's attention in all of Granite's families."""
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
+    return replace(
+        attention,
+        o=attention.o.scaled(residual_multiplier(fields)),
+        scale=fields.number("attention_multiplier", 1.0),
+    )
+
+
+def residual_multiplier(fields: Fields) -> float:
+    """Read Granite's factor of each block's output."""
+    return fields.number("residual_multiplier", 1.0)
 
 
 def hunyuan_attention(fields: Fields, decoder: Decoder, i: int) -> AttentionSpec:

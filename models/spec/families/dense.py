@@ -7,11 +7,13 @@ from dataclasses import replace
 from weft.models.spec.config_fields import Fields
 from weft.models.spec.decoder import AFTER, Decoder
 from weft.models.spec.families.attention import (
+    granite_attention,
     hunyuan_attention,
     is_sliding,
     layer_types,
     qwen_window,
     read_window,
+    residual_multiplier,
 )
 from weft.models.spec.spec import LayerSpec, ModelSpec
 
@@ -26,18 +28,9 @@ def llama(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 
 def granite(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
-    bias, factor = fields.flag("attention_bias", False), fields.number("residual_multiplier", 1.0)
-    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias)
     mlp = decoder.mlp(i, bias=fields.flag("mlp_bias", False))
-    return decoder.layer(
-        i,
-        replace(
-            attention,
-            o=attention.o.scaled(factor),
-            scale=fields.number("attention_multiplier", 1.0),
-        ),
-        replace(mlp, down=mlp.down.scaled(factor)),
-    )
+    mlp = mlp.scaled(residual_multiplier(fields))
+    return decoder.layer(i, granite_attention(fields, decoder, i), mlp)
 
 
 def scaled_ends(fields: Fields, spec: ModelSpec) -> ModelSpec:

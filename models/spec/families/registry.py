@@ -23,6 +23,12 @@ QWEN3_VL = RopeRules(500_000.0, types=MROPE)
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", dense.llama, 2048),
     "GraniteForCausalLM": Family("granite", dense.granite, 2048, finish=dense.scaled_ends),
+    "GraniteMoeForCausalLM": Family(
+        "granitemoe", routed.granite_moe, 2048, finish=dense.scaled_ends
+    ),
+    "GraniteMoeSharedForCausalLM": Family(
+        "granitemoeshared", routed.granite_moe_shared, 2048, finish=dense.scaled_ends
+    ),
     "MistralForCausalLM": Family("mistral", dense.mistral, 131_072, kv_heads=8),
     "MixtralForCausalLM": Family(
         "mixtral", routed.mixtral, 131_072, 1e-5, RopeRules(1_000_000.0), kv_heads=8
@@ -51,6 +57,7 @@ FAMILIES = {
         skipped=NEXT_LAYER,
         kv_heads=8,
     ),
+    "Dots1ForCausalLM": Family("dots1", routed.dots1, 2048, kv_heads=32),
     "BailingMoeV2ForCausalLM": Family(
         "bailing_moe",
         routed.bailing_moe,
@@ -109,6 +116,8 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo3", dense.olmo3, 2048, 1e-5, RopeRules(500_000.0, by_kind=True)
     ),
+    "OlmoeForCausalLM": Family("olmoe", routed.olmoe, 4096, 1e-5),
+    "FlexOlmoForCausalLM": Family("flex_olmo", routed.flex_olmo, 4096, rope=RopeRules(500_000.0)),
     "Exaone4ForCausalLM": Family("exaone4", dense.exaone4, 2048, 1e-5, kv_heads=32),
     "SmolLM3ForCausalLM": Family(
         "smollm3", dense.smollm3, 32_768, rope=RopeRules(2_000_000.0), tied=True, kv_heads=4

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.models.spec.config_fields import Fields
-from weft.models.spec.decoder import Decoder
-from weft.models.spec.families.attention import hunyuan_attention, read_window
+from weft.models.spec.decoder import AFTER, BEFORE, Decoder, Norms
+from weft.models.spec.families.attention import (
+    granite_attention,
+    hunyuan_attention,
+    read_window,
+    residual_multiplier,
+    window_of_last_layers,
+)
 from weft.models.spec.spec import LayerSpec, MlpSpec, MoeSpec, RouterSpec
 
 
@@ -21,6 +27,39 @@ def mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     )
     window = read_window(fields, default=None)
     return decoder.layer(i, decoder.attention(i, window=window), experts)
+
+
+def granite_moe(
+    fields: Fields, decoder: Decoder, i: int, shared: MlpSpec | None = None
+) -> LayerSpec:
+    """Describe a layer; the router's factor scales the experts, so that they stay as stored."""
+    router = decoder.router(
+        i,
+        decoder.count_experts("num_local_experts"),
+        normalize=True,
+        name="block_sparse_moe.router.layer.weight",
+        saved="block_sparse_moe.router.weight",
+        scale=residual_multiplier(fields),
+    )
+    experts = decoder.experts(
+        i,
+        router,
+        width=fields.integer("intermediate_size"),
+        block="block_sparse_moe",
+        saved="block_sparse_moe.experts",
+        stacks=("input_linear.weight", "output_linear.weight"),
+        shared=shared and shared.scaled(residual_multiplier(fields)),
+    )
+    return decoder.layer(i, granite_attention(fields, decoder, i), experts)
+
+
+def granite_moe_shared(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    if not (width := fields.integer("shared_intermediate_size", 0, low=0)):
+        return granite_moe(fields, decoder, i)
+    shared = decoder.mlp(
+        i, block="shared_mlp", width=width, fused="input_linear", output="output_linear"
+    )
+    return granite_moe(fields, decoder, i, shared)
 
 
 def minimax_m2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
@@ -100,30 +139,74 @@ def _is_sparse(fields: Fields, i: int) -> bool:
     return not dense and (i + 1) % fields.integer("decoder_sparse_step", 1) == 0
 
 
+def olmoe(fields: Fields, decoder: Decoder, i: int, norms: Norms = BEFORE) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="heads")
+    experts = decoder.experts(
+        i, _qwen_router(fields, decoder, i), width=fields.integer("intermediate_size")
+    )
+    return decoder.layer(i, attention, experts, norms)
+
+
+def flex_olmo(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    return olmoe(fields, decoder, i, AFTER)
+
+
 def glm4_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     attention = decoder.attention(
         i,
         qkv_bias=fields.flag("attention_bias", False),
         norm="head" if fields.flag("use_qk_norm", False) else "none",
     )
-    if i < fields.integer("first_k_dense_replace", 1, low=0):
-        return decoder.layer(i, attention, decoder.mlp(i))
+    experts = _deepseek_experts(fields, decoder, i, dense=1, normalize=True, shared=1)
+    return decoder.layer(i, attention, experts)
+
+
+def dots1(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    window = window_of_last_layers(fields, decoder, i, read_window(fields, default=4096), first=62)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, norm="head", window=window)
+    experts = _deepseek_experts(fields, decoder, i, dense=0, normalize=False)
+    return decoder.layer(i, attention, experts)
+
+
+def _deepseek_experts(
+    fields: Fields,
+    decoder: Decoder,
+    i: int,
+    *,
+    dense: int,
+    normalize: bool,
+    shared: int | None = None,
+) -> MlpSpec | MoeSpec:
+    """Describe layer i's feed-forward, with DeepSeek-V3's fields.
+
+    Args:
+        fields, decoder, i: the config, the model's sizes, and the layer's index.
+        dense, normalize, shared: what absent fields mean: how many layers are dense, whether the
+            experts' weights are normalised, and how many experts are shared. None is refused.
+    """
+    if i < fields.integer("first_k_dense_replace", dense, low=0):
+        return decoder.mlp(i)
     width = fields.integer("moe_intermediate_size")
     count = decoder.count_experts("n_routed_experts", "num_local_experts")
     router = decoder.router(
         i,
         count,
-        normalize=fields.flag("norm_topk_prob", True),
+        normalize=fields.flag("norm_topk_prob", normalize),
         bias=("mlp.gate.e_score_correction_bias",),
         scoring="sigmoid",
         groups=_groups(fields, count),
         scale=fields.number("routed_scaling_factor", 1.0),
         in_float32=True,
     )
-    shared = decoder.mlp(
-        i, block="mlp.shared_experts", width=width * fields.integer("n_shared_experts", 1)
+    shared_width = width * fields.integer("n_shared_experts", shared)
+    return decoder.experts(
+        i,
+        router,
+        width=width,
+        shared=decoder.mlp(i, block="mlp.shared_experts", width=shared_width),
     )
-    return decoder.layer(i, attention, decoder.experts(i, router, width=width, shared=shared))
 
 
 def bailing_moe(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:

@@ -169,6 +169,25 @@ def test_stacked_experts_become_one_each(transposed: bool, tmp_path: Path) -> No
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_stacks_with_names_of_their_own_become_one_each(tmp_path: Path) -> None:
+    """Granite: the copy has the experts' names; the factors are not in the copy's numbers."""
+    sizes = {"intermediate_size": 64, "shared_intermediate_size": 64}
+    source = make_checkpoint(tmp_path / "source", "granitemoeshared", dtype="bfloat16", **sizes)
+    path = copied(source, tmp_path / "copy")
+    stems = {name.rpartition(".")[0] for name in tensors_of(path)}
+    assert "model.layers.1.block_sparse_moe.experts.7.up_proj" in stems
+    assert "model.layers.1.shared_mlp.input_linear" in stems
+    assert not any("block_sparse_moe.input_linear" in stem for stem in stems)
+    spec, plain_spec = read_spec(path), read_spec(source)
+    weights, plain = Weights(path, spec), Weights(source, plain_spec)
+    experts = [weight for weight in quantized_weights(plain_spec) if weight.has_experts]
+    assert len(experts) == 6
+    for weight in experts:
+        for one, other in zip(weights.read_each(weight), plain.read_each(weight), strict=True):
+            rounded = round_matrix(W4.spec, other, torch.bfloat16).values()
+            assert torch.equal(one.bfloat16(), rounded.bfloat16()), weight.name
+
+
 def test_other_modules_are_ignored_by_their_names_in_the_file(tmp_path: Path) -> None:
     """Routers, and the vision model of a model whose tensors have another prefix."""
     source = make_checkpoint(tmp_path / "source", "qwen3_vl_moe", **MOE)

@@ -109,6 +109,14 @@ def test_stacked_experts_have_stacked_scales(form: str, tmp_path: Path) -> None:
     check_equal(*quantize(source, tmp_path, STACKED[form]), EXPERT_LAYOUTS)
 
 
+@pytest.mark.parametrize("form", [form for form in STACKED if form != "mxfp4"])
+def test_granite_has_stacks_of_its_own(form: str, tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 96, "shared_intermediate_size": 96}
+    source = make_checkpoint(tmp_path / "source", "granitemoeshared", **sizes)
+    assert "model.layers.1.block_sparse_moe.input_linear.weight" in load_file(source / FILE)
+    check_equal(*quantize(source, tmp_path, STACKED[form]), EXPERT_LAYOUTS)
+
+
 def load(path: Path, weight: WeightSpec) -> Tensor:
     return torch.stack(list(Weights(path, read_spec(path)).read_each(weight)))
 

@@ -136,7 +136,8 @@ def test_a_tied_table_may_be_the_head_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "hy_v3", "ernie4_5_moe"]
+    "family",
+    ["qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "hy_v3", "ernie4_5_moe", "granitemoe"],
 )
 @pytest.mark.parametrize("layout", [WHOLE, Layout(tp=2, rank=1), Layout(ep=2, rank=1)])
 def test_fused_experts_are_those_of_separate_tensors(
@@ -145,7 +146,8 @@ def test_fused_experts_are_those_of_separate_tensors(
     path = make_checkpoint(tmp_path / "separate", family)
     fused = _fused(path, tmp_path / "fused")
     names = load_file(fused / SINGLE_FILE)
-    assert "model.layers.1.mlp.experts.gate_up_proj" in names
+    block = "block_sparse_moe" if family == "granitemoe" else "mlp"
+    assert f"model.layers.1.{block}.experts.gate_up_proj" in names
     spec, calls = read_spec(path), list[tuple[int, int]]()
     assert read_spec(fused) == spec
     one = Weights(path, spec, layout=layout)

@@ -26,7 +26,17 @@ from weft.serving.engine.tokenizer import Tokenizer
 
 W4 = SCHEMES["W4A16"].with_groups(32)
 MOE = {"moe_intermediate_size": 64}
-FAMILIES = ("llama", "qwen2", "phi3", "glm4", "granite", "olmo2", "qwen3_moe", "glm4_moe")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "phi3",
+    "glm4",
+    "granite",
+    "olmo2",
+    "qwen3_moe",
+    "glm4_moe",
+    "flex_olmo",
+)
 
 
 def windows() -> list[list[int]]:

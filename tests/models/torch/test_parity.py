@@ -72,6 +72,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 1.0,
         },
     ),
+    "granitemoe": ("granitemoe", {"tie_word_embeddings": True}),
+    "granitemoe, untied, biases, no multipliers": (
+        "granitemoe",
+        {
+            "attention_bias": True,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "num_experts_per_tok": 3,
+            "residual_multiplier": 1.0,
+        },
+    ),
+    "granitemoeshared": ("granitemoeshared", {}),
+    "granitemoeshared, nothing shared": ("granitemoeshared", {"shared_intermediate_size": 0}),
     "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -132,6 +146,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmoe": ("olmoe", {}),
+    "olmoe, biases, one KV head, normalized": (
+        "olmoe",
+        {"attention_bias": True, "num_key_value_heads": 1, "norm_topk_prob": True},
+    ),
+    "flex_olmo": ("flex_olmo", {}),
+    "flex_olmo, biases, one KV head, normalized": (
+        "flex_olmo",
+        {"attention_bias": True, "num_key_value_heads": 1, "norm_topk_prob": True},
+    ),
     "exaone4": ("exaone4", {}),
     "exaone4, no window": (
         "exaone4",
@@ -146,6 +170,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, two shared experts": (
         "glm4_moe",
         {"n_shared_experts": 2, "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "dots1": ("dots1", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+    "dots1, window on the second layer, groups": (
+        "dots1",
+        {"sliding_window": 5, "max_window_layers": 1, "n_group": 4, "topk_group": 2},
+    ),
+    "dots1, layer types, biases": (
+        "dots1",
+        {
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "bailing_moe": ("bailing_moe", {}),
     "bailing_moe, bias, other groups, yarn": (

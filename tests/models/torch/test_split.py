@@ -39,6 +39,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "output norms": ("olmo3", {}),
     "four norms": ("glm4", {}),
     "multipliers": ("granite", {"tie_word_embeddings": True}),
+    "multiplied experts": ("granitemoeshared", {"tie_word_embeddings": True}),
+    "normed experts": ("flex_olmo", {}),
+    "dots": ("dots1", {}),
 }
 NEWER = ("shared gate", "groups", "wide norms")
 """Models with a shared MLP, groups of experts, or norms over all heads."""
@@ -71,6 +74,11 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "half turned": ("glm", {"num_hidden_layers": 1}),
     "not turned": ("smollm3", {"num_hidden_layers": 4}),
     "multipliers": ("granite", {"num_hidden_layers": 1}),
+    "multiplied experts": (
+        "granitemoeshared",
+        {"num_hidden_layers": 1, "shared_intermediate_size": 96},
+    ),
+    "normed experts": ("flex_olmo", {"num_hidden_layers": 1}),
     "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
     "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
 }
@@ -79,12 +87,15 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = (
     *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
     *("scaled queries", "normed after turning", "output norms", "multipliers"),
+    *("multiplied experts", "normed experts"),
 )
 
 CASES: list[Case] = [
     *((model, "float32", Layout(tp=2)) for model in MODELS),
     *((model, "float32", Layout(tp=4)) for model in ("llama", "odd vocabulary", "experts", *NEWER)),
     ("groups", "float32", Layout(tp=2, ep=2)),
+    *((model, "float32", Layout(ep=2)) for model in ("multiplied experts", "normed experts")),
+    *((model, "float32", Layout(tp=2, ep=4)) for model in ("multiplied experts", "normed experts")),
     ("ling", "float32", Layout(tp=4)),
     ("ling", "float32", Layout(ep=2)),
     ("ling", "bfloat16", Layout(tp=2, ep=2)),
@@ -229,6 +240,8 @@ MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         ("wide norms", Layout(cp=2)),
         ("output norms", Layout(tp=2)),
         ("four norms", Layout(cp=2)),
+        *((model, Layout(tp=2)) for model in ("multiplied experts", "normed experts")),
+        *((model, Layout(ep=2)) for model in ("multiplied experts", "normed experts")),
     ],
     4: [
         *((model, Layout(tp=4)) for model in (*NEWER, "output norms")),
