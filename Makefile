@@ -124,7 +124,7 @@ lint: $(VENV)/.dev ## ruff: style and format
 
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy -p weft
-	MYPYPATH=tools $(BIN)/mypy -p train_demo -m code_map -m config_fields -m feature_table
+	MYPYPATH=tools $(BIN)/mypy -p train_demo -m code_map -m config_fields -m feature_table -m model_table
 	MYPYPATH=benchmarks $(BIN)/mypy benchmarks
 
 code-map: $(VENV)/.dev ## write docs/code-map.md from the modules

@@ -226,6 +226,16 @@ def oracle(path: Path) -> Path:
     return path / bailing.GLM if (path / bailing.GLM).exists() else path
 
 
+def load_oracle(path: Path, dtype: Any) -> Any:
+    """Load a checkpoint's model in transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    path = oracle(path)
+    several = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    auto = AutoModelForImageTextToText if several else AutoModelForCausalLM
+    return auto.from_pretrained(path, dtype=dtype)
+
+
 def make_tokenizer(path: Path) -> None:
     """Write a byte-level BPE tokenizer of `VOCAB_SIZE` tokens with a ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -7,6 +7,7 @@ Nothing here uses weft.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 FILE = "model.safetensors"
 LINEAR = {"targets": ["Linear"]}
-ROUTERS = ("mlp.gate.weight", "router.layer.weight")
-"""Ends of the routers' names."""
+ROUTER = r"\.mlp\.gate\.|router\.layer\.|correction_bias$"
+"""Names of routers and their biases."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def quantize(source: Path, folder: Path, form: Format, *, files: int = 1) -> tup
     tensors = load_file(source / FILE)
     packed: Tensors = {}
     for name, tensor in list(tensors.items()):
-        if tensor.dim() > 1 and ".layers." in name and not name.endswith(ROUTERS):
+        if tensor.dim() > 1 and ".layers." in name and not re.search(ROUTER, name):
             parts, tensors[name] = form.pack(name, tensor.float())
             packed |= {each: part.contiguous() for each, part in parts.items()}
         else:
@@ -71,6 +72,26 @@ def write(path: Path, tensors: Mapping[str, Tensor], files: int = 1) -> None:
     for name in names:
         save_file({t: tensors[t] for t in tensors if place[t] == name}, path / name)
     (path / f"{FILE}.index.json").write_text(json.dumps({"weight_map": place}))
+
+
+def stack_experts(path: Path, *, transposed: bool) -> None:
+    """Join the experts of a qwen3_moe checkpoint as transformers does: [experts, out, in].
+
+    Transposed, as in GPT-OSS, they are [experts, in, out].
+    """
+    tensors = load_file(path / FILE)
+    routers = [name for name in tensors if name.endswith("mlp.gate.weight")]
+    for router in routers:
+        stem, count = router.replace("gate.weight", "experts"), len(tensors[router])
+
+        def all_of(kind: str, stem: str = stem, count: int = count) -> Tensor:
+            return torch.stack([tensors.pop(f"{stem}.{e}.{kind}.weight") for e in range(count)])
+
+        gate_up = torch.cat([all_of("gate_proj"), all_of("up_proj")], dim=1)
+        joined = {f"{stem}.gate_up_proj": gate_up, f"{stem}.down_proj": all_of("down_proj")}
+        for name, tensor in joined.items():
+            tensors[name] = (tensor.mT if transposed else tensor).contiguous()
+    save_file(tensors, path / FILE)
 
 
 def edit_config(path: Path, **fields: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import make_checkpoint
+from support.checkpoints import FAMILIES, make_checkpoint
 from support.quantized import (
     EXPERT_FORMATS,
     FILE,
@@ -21,6 +21,7 @@ from support.quantized import (
     edit_config,
     fp8,
     quantize,
+    stack_experts,
 )
 from torch import Tensor
 
@@ -37,6 +38,8 @@ LAYOUTS = [
     Layout(),
     *(Layout(tp=2, rank=rank) for rank in range(2)),
     *(Layout(tp=4, rank=rank) for rank in (0, 3)),
+    Layout(cp=2, rank=1),
+    *(Layout(pp=2, rank=rank) for rank in range(2)),
 ]
 EXPERT_LAYOUTS = [*LAYOUTS, *(Layout(ep=2, rank=rank) for rank in range(2))]
 STACKED = {
@@ -68,10 +71,10 @@ def check_equal(quantized: Path, plain: Path, layouts: list[Layout]) -> None:
     for layout in layouts:
         weights = Weights(quantized, spec, layout=layout)
         expected = Weights(plain, plain_spec, layout=layout)
-        for weight in plain_spec.weights:
+        for weight in layout.of_stage(plain_spec).weights:
             pairs = zip(weights.read_each(weight), expected.read_each(weight), strict=True)
             assert all(torch.equal(one, other) for one, other in pairs), (weight.name, layout)
-        for weight in spec.products():
+        for weight in layout.of_stage(spec).products():
             form = weights.packed_form(weight)
             assert (form is None) == (weight.stored is None), (weight.name, layout)
             for packed, values in zip(
@@ -93,15 +96,20 @@ def test_every_format_is_read_as_its_numbers(
     check_equal(*quantize(sources[family], tmp_path, FORMATS[form], files=2), layouts)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sweep
+def test_every_family_is_read_as_its_numbers(family: str, tmp_path: Path) -> None:
+    """In one format: the family decides the tensors' names and places, the format their numbers."""
+    source = make_checkpoint(tmp_path / "source", family)
+    check_equal(*quantize(source, tmp_path, FORMATS["fp8, blocks"]), LAYOUTS)
+
+
 @pytest.mark.parametrize("form", STACKED)
 def test_stacked_experts_have_stacked_scales(form: str, tmp_path: Path) -> None:
     sizes = {"moe_intermediate_size": 96, "hidden_size": 64}
     source = make_checkpoint(tmp_path / "source", "qwen3_moe", **sizes)
     separate = {weight.name: load(source, weight) for weight in read_spec(source).weights}
-    tensors = load_file(source / FILE)
-    for i in range(2):
-        stack(tensors, f"model.layers.{i}.mlp.experts", transposed=form == "mxfp4")
-    save_file(tensors, source / FILE)
+    stack_experts(source, transposed=form == "mxfp4")
     assert all(
         torch.equal(load(source, weight), separate[weight.name])
         for weight in read_spec(source).weights
@@ -119,17 +127,6 @@ def test_granite_has_stacks_of_its_own(form: str, tmp_path: Path) -> None:
 
 def load(path: Path, weight: WeightSpec) -> Tensor:
     return torch.stack(list(Weights(path, read_spec(path)).read_each(weight)))
-
-
-def stack(tensors: Tensors, name: str, transposed: bool) -> None:
-    """Join the experts' tensors as transformers does."""
-
-    def all_of(kind: str) -> Tensor:
-        return torch.stack([tensors.pop(f"{name}.{e}.{kind}.weight") for e in range(8)])
-
-    gate_up = torch.cat([all_of("gate_proj"), all_of("up_proj")], dim=1)
-    joined = {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": all_of("down_proj")}
-    tensors |= {name: (t.mT if transposed else t).contiguous() for name, t in joined.items()}
 
 
 def test_scales_of_activations_and_caches_are_skipped(

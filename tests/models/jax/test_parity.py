@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import VOCAB_SIZE, make_checkpoint, oracle
+from support.checkpoints import VOCAB_SIZE, load_oracle, make_checkpoint
 from support.switches import shard_tokens
 
 from weft.models.checkpoint.locate import read_spec
@@ -73,18 +73,18 @@ CASES = [
     pytest.param("dots1", {}, 2, 1, marks=slow, id="dots1, tp 2"),
     pytest.param("exaone4", {}, 4, 1, marks=slow, id="exaone4, tp 4"),
     pytest.param("glm4", {}, 2, 1, marks=slow, id="glm4, tp 2"),
-    pytest.param("olmo2", BIASES, 1, 1, marks=slow, id="olmo2, biases"),
+    pytest.param("olmo2", BIASES, 2, 1, marks=slow, id="olmo2, biases, tp 2"),
     pytest.param("qwen2_moe", {}, 2, 1, id="qwen2_moe, tp 2"),
     pytest.param("ministral3", {}, 1, 1, id="ministral3"),
-    pytest.param("hunyuan_v1_moe", {}, 2, 1, marks=slow, id="hunyuan_v1_moe, tp 2"),
+    pytest.param("hunyuan_v1_moe", {}, 2, 2, marks=slow, id="hunyuan_v1_moe, tp 2, ep 2"),
     pytest.param("hy_v3", {"mlp_bias": True}, 2, 2, marks=slow, id="hy_v3, biases, tp 2, ep 2"),
-    pytest.param("ernie4_5_moe", {}, 2, 1, marks=slow, id="ernie4_5_moe, tp 2"),
-    pytest.param("ernie4_5", {}, 1, 1, marks=slow, id="ernie4_5"),
+    pytest.param("ernie4_5_moe", {}, 2, 2, marks=slow, id="ernie4_5_moe, tp 2, ep 2"),
+    pytest.param("ernie4_5", {}, 2, 1, marks=slow, id="ernie4_5, tp 2"),
     pytest.param("phi3", {"partial_rotary_factor": 0.5}, 2, 1, marks=slow, id="phi3, tp 2"),
     pytest.param("glm", {}, 2, 1, marks=slow, id="glm, tp 2"),
     pytest.param("glm4_moe", {}, 1, 1, marks=slow, id="glm4_moe"),
     pytest.param("minimax_m2", {}, 4, 4, marks=slow, id="minimax_m2, tp 4, ep 4"),
-    pytest.param("smollm3", {"num_hidden_layers": 4}, 1, 1, marks=slow, id="smollm3"),
+    pytest.param("smollm3", {"num_hidden_layers": 4}, 2, 1, marks=slow, id="smollm3, tp 2"),
     pytest.param("seed_oss", {}, 2, 1, marks=slow, id="seed_oss, tp 2"),
     pytest.param("llama", {"rope_parameters": YARN}, 1, 1, marks=slow, id="llama, yarn"),
     pytest.param("llama", {}, 1, 1, marks=slow, id="llama"),
@@ -98,6 +98,14 @@ CASES = [
     pytest.param("qwen2", {}, 2, 1, marks=slow, id="qwen2, tp 2"),
     pytest.param("qwen3", {"attention_bias": True}, 2, 1, marks=slow, id="qwen3, biases, tp 2"),
     pytest.param("qwen3_moe", {"num_experts_per_tok": 3}, 2, 1, marks=slow, id="qwen3_moe, tp 2"),
+    pytest.param("qwen2_vl", {}, 2, 1, marks=slow, id="qwen2_vl, tp 2"),
+    pytest.param("qwen2_5_vl", {}, 2, 1, marks=slow, id="qwen2_5_vl, tp 2"),
+    pytest.param("qwen3_vl", {}, 2, 1, marks=slow, id="qwen3_vl, tp 2"),
+    pytest.param("qwen3_vl_moe", {}, 2, 2, marks=slow, id="qwen3_vl_moe, tp 2, ep 2"),
+    pytest.param("mistral3", {}, 2, 1, marks=slow, id="mistral3, tp 2"),
+    pytest.param("ministral3", {}, 2, 1, marks=slow, id="ministral3, tp 2"),
+    pytest.param("qwen2_moe", {}, 2, 2, marks=slow, id="qwen2_moe, tp 2, ep 2"),
+    pytest.param("hunyuan_v1_dense", {}, 2, 1, marks=slow, id="hunyuan_v1_dense, tp 2"),
 ]
 
 WIDE = {"head_dim": 64, "hidden_size": 128}
@@ -279,8 +287,6 @@ def _step(
 
 
 def _transformers_logits(path: Path, requests: list[list[int]]) -> list[np.ndarray[Any, Any]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(oracle(path), dtype=torch.float32)
+    model = load_oracle(path, torch.float32)
     with torch.no_grad():
         return [model(torch.tensor([tokens])).logits[0].numpy() for tokens in requests]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
-from support.quantized import FORMATS, FP8, Format, fp8, quantize
+from support.quantized import EXPERT_FORMATS, FORMATS, FP8, Format, fp8, quantize, stack_experts
 from support.split import BLOCK, INTERPRETED_DECODES, Case, be_rank, generate, running, steps
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -42,6 +42,7 @@ FORMS: dict[str, Format] = {
             *("compressed-tensors fp8, channel", "fp8, tensor", "modelopt mixed"),
             *("int8, channel", "int8, channel, zero points", "int4, groups, zero points"),
             *("awq", "gptq, 4 bits", "gptq, 8 bits", "nvfp4", "mxfp4, packed"),
+            *("gptq, version 2", "torchao fp8, row", "torchao int8, groups"),
         )
     },
 }
@@ -87,6 +88,20 @@ def test_tokens_are_those_of_the_plain_checkpoint(
 ) -> None:
     monkeypatch.setattr(gpu_layers, "FEW_ROWS", few)
     (tokens, logprobs), (expected, expected_logprobs) = map(sampled, pairs[family, form])
+    assert (tokens == expected).all()
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMATS)
+def test_stacked_experts_give_the_tokens_of_the_plain_checkpoint(form: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "moe_intermediate_size": 96}
+    source = make_checkpoint(tmp_path / "source", "qwen3_moe", **sizes)
+    stack_experts(source, transposed=True)
+    pair = quantize(source, tmp_path, EXPERT_FORMATS[form])
+    spec = read_spec(pair[0])
+    (down,) = (each for each in spec.weights if each.name.endswith("{expert}.down_proj.weight"))
+    assert Weights(pair[0], spec).packed_form(down) is not None
+    (tokens, logprobs), (expected, expected_logprobs) = map(sampled, pair)
     assert (tokens == expected).all()
     np.testing.assert_allclose(logprobs, expected_logprobs, rtol=1e-3, atol=1e-4)
 

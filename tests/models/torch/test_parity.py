@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, oracle
+from support.checkpoints import FAMILIES, VOCAB_SIZE, load_oracle, make_checkpoint
 from support.ragged import Step, run_ragged
 
 from weft.models.checkpoint.locate import read_spec
@@ -338,11 +338,6 @@ def _requests() -> list[list[int]]:
 def _transformers_logits(
     path: Any, requests: list[list[int]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    path = oracle(path)
-    several = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-    auto = AutoModelForImageTextToText if several else AutoModelForCausalLM
-    model = auto.from_pretrained(path, dtype=dtype)
+    model = load_oracle(path, dtype)
     with torch.no_grad():
         return [model(torch.tensor([tokens])).logits[0].float() for tokens in requests]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from support.split import (
     DECODES,
     INTERPRETED_DECODES,
@@ -24,7 +24,7 @@ from weft.models.checkpoint.weights import Weights
 from weft.models.spec.layout import Layout
 from weft.models.torch.group import ALONE
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "odd vocabulary": ("llama", {"vocab_size": VOCAB_SIZE + 1}),
@@ -43,8 +43,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "normed experts": ("flex_olmo", {}),
     "dots": ("dots1", {}),
 }
+"""Models that together have all parts of layers."""
+MODELS = {family: (family, {}) for family in FAMILIES} | PARTS
 NEWER = ("shared gate", "groups", "wide norms")
 """Models with a shared MLP, groups of experts, or norms over all heads."""
+
+ALIKE = (
+    *("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3"),
+    *("ernie4_5", "seed_oss", "hunyuan_v1_dense", "olmo2"),
+)
+"""More families, with one layer each."""
 
 INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1}),
@@ -81,17 +89,23 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "normed experts": ("flex_olmo", {"num_hidden_layers": 1}),
     "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
     "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
+    **{family: (family, {"num_hidden_layers": 1}) for family in ALIKE},
+    "exaone4": (
+        "exaone4",
+        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 """Small models for Triton's slow interpreter: one layer, or two with pipeline stages."""
 
-FAMILIES = (
+OTHERS = (
     *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
     *("scaled queries", "normed after turning", "output norms", "multipliers"),
     *("multiplied experts", "normed experts"),
+    *(*ALIKE, "exaone4"),
 )
 
 CASES: list[Case] = [
-    *((model, "float32", Layout(tp=2)) for model in MODELS),
+    *((model, "float32", Layout(tp=2)) for model in PARTS),
     *((model, "float32", Layout(tp=4)) for model in ("llama", "odd vocabulary", "experts", *NEWER)),
     ("groups", "float32", Layout(tp=2, ep=2)),
     *((model, "float32", Layout(ep=2)) for model in ("multiplied experts", "normed experts")),
@@ -135,25 +149,41 @@ MORE: list[Case] = [
     ("odd vocabulary", "float32", Layout(tp=2, pp=2)),
     ("experts", "float32", Layout(tp=2, ep=2, pp=2)),
 ]
+WITH_EXPERTS = (
+    *("qwen3_moe", "mixtral", "qwen2_moe", "qwen3_vl_moe", "glm4_moe", "bailing_moe"),
+    *("minimax_m2", "hy_v3", "ernie4_5_moe", "hunyuan_v1_moe"),
+)
+EACH: list[Case] = [
+    *((family, "float32", Layout(tp=2)) for family in FAMILIES),
+    *((family, "float32", Layout(cp=2)) for family in FAMILIES),
+    *((family, "float32", Layout(pp=2)) for family in FAMILIES),
+    *((family, "float32", Layout(ep=2)) for family in WITH_EXPERTS),
+]
+"""Each family in each layout; docs/model-table.md has them."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_all(MODELS, tmp_path_factory)
+    return Made(MODELS, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_all(INTERPRETED, tmp_path_factory)
+    return Made(INTERPRETED, tmp_path_factory)
 
 
-def make_all(
-    models: dict[str, tuple[str, dict[str, Any]]], folders: pytest.TempPathFactory
-) -> dict[str, Path]:
-    return {
-        name: make_checkpoint(folders.mktemp("model"), family, **options)
-        for name, (family, options) in models.items()
-    }
+class Made(dict[str, Path]):
+    """Checkpoints of models, each made when a test first asks for it."""
+
+    def __init__(
+        self, models: dict[str, tuple[str, dict[str, Any]]], folders: pytest.TempPathFactory
+    ) -> None:
+        self.models, self.folders = models, folders
+
+    def __missing__(self, name: str) -> Path:
+        family, options = self.models[name]
+        self[name] = make_checkpoint(self.folders.mktemp("model"), family, **options)
+        return self[name]
 
 
 @cache
@@ -184,8 +214,9 @@ def each_copy(
             ],
         ),
         *(pytest.param(size, MORE, marks=pytest.mark.slow) for size in (2, 4)),
+        pytest.param(2, EACH, marks=pytest.mark.slow),
     ],
-    ids=["2", "4", "2 more", "4 more"],
+    ids=["2", "4", "2 more", "4 more", "each family"],
 )
 def test_tokens_are_those_of_one_rank(
     size: int, which: list[Case], checkpoints: dict[str, Path]
@@ -292,7 +323,7 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
     [
         (1, [(model, Layout()) for model in ("shared gate", "groups", "wide norms", "four norms")]),
         (2, [("llama", Layout(tp=2)), ("window", Layout(cp=2))]),
-        pytest.param(1, [(model, Layout()) for model in FAMILIES], marks=pytest.mark.slow),
+        pytest.param(1, [(model, Layout()) for model in OTHERS], marks=pytest.mark.slow),
         pytest.param(
             2,
             [
@@ -300,6 +331,16 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
                 *((model, Layout(tp=2)) for model in ("output norms", "four norms")),
                 *((model, Layout(ep=2)) for model in ("groups", "wide norms")),
                 ("shared gate", Layout(tp=2, ep=2)),
+            ],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            [
+                *((model, Layout(tp=2)) for model in ("window", *OTHERS)),
+                *((model, Layout(ep=2)) for model in ("mixtral", "ling", "shared bias")),
+                *((model, Layout(ep=2)) for model in ("neighbours", "normed after turning")),
+                ("qwen3_vl_moe", Layout(ep=2)),
             ],
             marks=pytest.mark.slow,
         ),
@@ -312,7 +353,7 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["1", "2", "1 more", "2 more", "4"],
+    ids=["1", "2", "1 more", "2 more", "each family", "4"],
 )
 def test_gpu_kernels_between_plain_collectives_give_the_tokens_of_cpu_kernels(
     size: int, layouts: list[tuple[str, Layout]], interpreted: dict[str, Path]
