@@ -50,7 +50,7 @@ NEWER = ("shared gate", "groups", "wide norms")
 
 ALIKE = (
     *("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3"),
-    *("ernie4_5", "seed_oss", "hunyuan_v1_dense", "olmo2"),
+    *("ernie4_5", "seed_oss", "hunyuan_v1_dense", "olmo2", "granitemoe", "olmoe"),
 )
 """More families, with one layer each."""
 
@@ -90,6 +90,7 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
     "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
     **{family: (family, {"num_hidden_layers": 1}) for family in ALIKE},
+    "dots": ("dots1", {"first_k_dense_replace": 0, "num_hidden_layers": 1}),
     "exaone4": (
         "exaone4",
         {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
@@ -101,7 +102,7 @@ OTHERS = (
     *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
     *("scaled queries", "normed after turning", "output norms", "multipliers"),
     *("multiplied experts", "normed experts"),
-    *(*ALIKE, "exaone4"),
+    *(*ALIKE, "dots", "exaone4"),
 )
 
 CASES: list[Case] = [
@@ -151,7 +152,7 @@ MORE: list[Case] = [
 ]
 WITH_EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "qwen3_vl_moe", "glm4_moe", "bailing_moe"),
-    *("minimax_m2", "hy_v3", "ernie4_5_moe", "hunyuan_v1_moe"),
+    *("minimax_m2", "hy_v3", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "dots1", "olmoe"),
 )
 EACH: list[Case] = [
     *((family, "float32", Layout(tp=2)) for family in FAMILIES),
