@@ -511,13 +511,14 @@ class Weights:
         return cls(codes, [each.shape[-2] for each in packed], True, tuple(packed))
 
     @property
-    def grids(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        """Kernel arguments `scales` and `zeros` of two weights; None for plain ones."""
-        scales: list[Tensor | None] = [each.scales for each in self.packed]
-        zeros = [each.zeros for each in self.packed]
-        more = [None] * (2 - len(self.packed))
-        first, second = [*scales, *more], [*zeros, *more]
-        return {"scales": (first[0], first[1]), "zeros": (second[0], second[1])}
+    def scales(self) -> tuple[Tensor | None, ...]:
+        """Kernel argument `scales`: those of two quantised weights; None for plain ones."""
+        return (*(each.scales for each in self.packed), None, None)[:2]
+
+    @property
+    def zeros(self) -> tuple[Tensor | None, ...]:
+        """Kernel argument `zeros`: the zero points, likewise."""
+        return (*(each.zeros for each in self.packed), None, None)[:2]
 
     @property
     def three(self) -> tuple[Tensor | None, ...]:
@@ -695,7 +696,8 @@ def matmul(
         K=k,
         epilogue=epilogue.operands,
         out=out,
-        **weights.grids,
+        scales=weights.scales,
+        zeros=weights.zeros,
         FORM=form_of(tiling, weights, epilogue, m, k)._replace(tma=tma),
         num_warps=tiling.warps,
         num_stages=tiling.stages,

@@ -13,6 +13,7 @@ MEASURE = """
 import ctypes, gc, sys
 from pathlib import Path
 import torch
+from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import can_pack
 from weft.models.checkpoint.locate import read_spec
 from weft.models.memory.plan import MemoryPlan
@@ -32,7 +33,8 @@ def load(path):
 
 small, large, dtype, quantization = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
 # Weights that cannot be packed stay in their file, where each step reads them.
-in_file = quantization == "none" and not can_pack(getattr(torch, dtype))
+packs = can_pack(getattr(torch, dtype)) or native.supports(getattr(torch, dtype))
+in_file = quantization == "none" and not packs
 kinds = ["RssAnon", "RssFile"] if in_file else ["RssAnon"]
 first = load(small)  # libraries, and the code that they compile
 before = private()

@@ -201,9 +201,9 @@ def test_ranks_that_share_an_fp8_cache_answer_as_one(model: Path, tmp_path: Path
     [
         ({"tp": 3}, "--tp is 3; it must divide the model's 4 heads. These sizes work: 1, 2, 4"),
         (
-            {"kernels": "overlapped", "quantization": "int8"},
-            "--quantization is 'int8'; with --kernels overlapped it must be none, which computes "
-            "in --dtype. Rounded weights need --device cpu --kernels plain",
+            {"kv_cache_dtype": "fp8"},
+            "--kv-cache-dtype is fp8; on CPUs it must be auto, which keeps keys and values in "
+            "--dtype. fp8 needs --device cuda",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from weft.kernels.check.ops import collectives
 from weft.kernels.check.ops.op import Op, Sizes
+from weft.kernels.check.ops.quantized import PACKED
 from weft.kernels.check.ops.rows import ROW_OPS
 from weft.kernels.check.ops.table import OPS
 from weft.kernels.check.races import RaceDetector
@@ -122,7 +123,7 @@ ALONE = {"matmul", "paged_attention", "paged_attention_fp8", "decode_attention"}
 ALONE |= {"mixed_attention", "mixed_attention_fp8"}
 ALONE |= {"mla_decode_attention", "mla_decode_attention_fp8"}
 ALONE |= {op.name for op in OPS if op.name.startswith("grouped_") and "scatter" not in op.name}
-ALONE |= {op.name for op in ROW_OPS}
+ALONE |= {op.name for op in (*ROW_OPS, *PACKED)}
 """Ops of one rank."""
 
 

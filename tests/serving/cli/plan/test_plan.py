@@ -130,7 +130,7 @@ def test_values_keep_what_was_planned(tmp_path: Path) -> None:
     file.write_text('[mine]\nlike = "cpu-amx"\n')
     values = yaml.safe_load(planned("weft-demo", "--for", "mine:1", *asked))
     assert values["accelerator"] == {"type": "mine", "types": {"mine": {"like": "cpu"}}}
-    assert "int8" in planned("weft-demo", "--for", "mine:1", "--load", LOAD, "--devices", str(file))
+    assert "int4" in planned("weft-demo", "--for", "mine:1", "--load", LOAD, "--devices", str(file))
 
 
 def test_limits_are_shown_with_their_percentiles() -> None:
