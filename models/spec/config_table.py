@@ -31,7 +31,6 @@ READ = frozenset(
         "num_key_value_heads",
         "original_max_position_embeddings",
         "quantization_config",
-        "rms_norm_eps",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -78,11 +77,30 @@ _OLMOE = frozenset(
 )
 _QWEN2 = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
 
-READ_BY: dict[str, frozenset[str]] = {
+_OWN: dict[str, frozenset[str]] = {
     "llama": frozenset({"attention_bias", "mlp_bias"}),
     "granite": _GRANITE | {"mlp_bias"},
     "granitemoe": _GRANITE | _GRANITE_MOE,
     "granitemoeshared": _GRANITE | _GRANITE_MOE | {"shared_intermediate_size"},
+    "cohere": frozenset({"attention_bias", "layer_norm_eps", "logit_scale", "use_qk_norm"}),
+    "cohere2": frozenset(
+        {
+            "attention_bias",
+            "layer_norm_eps",
+            "logit_scale",
+            "sliding_window",
+            "sliding_window_pattern",
+        }
+    ),
+    "stablelm": frozenset(
+        {
+            "layer_norm_eps",
+            "partial_rotary_factor",
+            "qk_layernorm",
+            "use_parallel_residual",
+            "use_qkv_bias",
+        }
+    ),
     "mistral": frozenset({"sliding_window"}),
     "mixtral": frozenset(
         {"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}
@@ -219,6 +237,11 @@ READ_BY: dict[str, frozenset[str]] = {
             "use_sliding_window",
         }
     ),
+}
+
+READ_BY = {
+    model_type: own if "layer_norm_eps" in own else own | {"rms_norm_eps"}
+    for model_type, own in _OWN.items()
 }
 """Fields of some families: model_type -> fields. They come before the other tables."""
 

@@ -11,7 +11,7 @@ from support.kernels import compiled_kernels
 
 from weft.kernels.cpu.attention import AttentionPlan, paged_attention
 from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
-from weft.kernels.cpu.linear import NativeLinear, RMSNorm
+from weft.kernels.cpu.linear import NativeLinear, Norm
 from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
 
 
@@ -53,7 +53,7 @@ def test_attention(
         block_size=block_size,
     )
     outputs = (num_heads + 2 * kv_heads) * dim
-    norm = RMSNorm(normal(hidden), 1e-5)
+    norm = Norm(normal(hidden), 1e-5)
     head_norms = HeadNorms(normal(dim), normal(dim), 1e-6) if with_norms else None
     x = normal(sum(new), hidden)
     caches = [normal(table.size, kv_heads, block_size, dim) for _ in range(2)]
@@ -92,7 +92,7 @@ def test_attention(
 )
 def test_mlp(tokens: int, hidden: int, inner: int, seed: int) -> None:
     torch.manual_seed(seed)
-    norm, x = RMSNorm(normal(hidden), 1e-5), normal(hidden, tokens).T
+    norm, x = Norm(normal(hidden), 1e-5), normal(hidden, tokens).T
     with compiled_kernels(True):
         gate_up = NativeLinear(normal(2 * inner, hidden), gated=True)
         down = NativeLinear(normal(hidden, inner))
@@ -104,7 +104,7 @@ def small_layer(hidden: int, window: int | None) -> tuple[NativeAttention, Nativ
     """Make a layer with two heads that share keys of 8 numbers."""
     attention = NativeAttention(
         *(NativeLinear(normal(4 * 8, hidden)), NativeLinear(normal(hidden, 2 * 8))),
-        *(RMSNorm(normal(hidden), 1e-5), None),
+        *(Norm(normal(hidden), 1e-5), None),
         heads=2,
         kv_heads=1,
         head_dim=8,
@@ -113,7 +113,7 @@ def small_layer(hidden: int, window: int | None) -> tuple[NativeAttention, Nativ
     )
     gate_up = NativeLinear(normal(2 * 12, hidden), gated=True)
     return attention, NativeMlp(
-        gate_up, NativeLinear(normal(hidden, 12)), RMSNorm(normal(hidden), 1e-5)
+        gate_up, NativeLinear(normal(hidden, 12)), Norm(normal(hidden), 1e-5)
     )
 
 
@@ -155,7 +155,7 @@ def test_other_shapes_are_refused() -> None:
         mlp = NativeMlp(
             NativeLinear(normal(8, 6), gated=True),
             NativeLinear(normal(6, 4)),
-            RMSNorm(normal(6), 1e-5),
+            Norm(normal(6), 1e-5),
         )
         for x in (normal(3, 5), torch.zeros(3, 6)):
             with pytest.raises(ValueError, match="x is"):

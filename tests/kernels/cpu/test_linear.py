@@ -18,7 +18,7 @@ from weft.kernels.cpu import linear as module
 from weft.kernels.cpu import native
 from weft.kernels.cpu.int4 import make_int4_linear
 from weft.kernels.cpu.int8 import make_int8_linear
-from weft.kernels.cpu.linear import Linear, NativeLinear, PackedLinear, RMSNorm, make_linear
+from weft.kernels.cpu.linear import Linear, NativeLinear, PackedLinear, Norm, make_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -28,7 +28,7 @@ def expected(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: RMSNorm | None,
+    norm: Norm | None,
     residual: Tensor | None,
     *,
     gated: bool,
@@ -98,7 +98,7 @@ def test_equals_the_reference(
     x = torch.randn(rows, k).to(dtype)
     weight = (torch.randn(outputs, k) / k**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
-    norm = RMSNorm(torch.rand(k).to(dtype), 1e-5) if with_norm else None
+    norm = Norm(torch.rand(k).to(dtype), 1e-5) if with_norm else None
     residual = torch.randn(rows, n).to(dtype) if with_residual else None
     layer: Linear
     if way in ("compressed", "plain"):
@@ -106,7 +106,7 @@ def test_equals_the_reference(
         dtype = torch.bfloat16
         bias = None if bias is None else bias.bfloat16()
         residual = None if residual is None else residual.bfloat16()
-        norm = None if norm is None else RMSNorm(norm.weight.bfloat16(), norm.eps)
+        norm = None if norm is None else Norm(norm.weight.bfloat16(), norm.eps)
         with compiled_kernels(True):
             layer = NativeLinear(weight, bias, gated=gated, compress=way == "compressed")
     else:
@@ -138,7 +138,7 @@ def test_a_compiled_row_does_not_depend_on_its_company(
     weight = torch.randn(2 * n if gated else n, k).bfloat16()
     with compiled_kernels(True):
         layer = NativeLinear(weight, gated=gated, compress=compress)
-    x, norm = torch.randn(rows, k).bfloat16(), RMSNorm(torch.rand(k).bfloat16(), 1e-5)
+    x, norm = torch.randn(rows, k).bfloat16(), Norm(torch.rand(k).bfloat16(), 1e-5)
     residual = torch.randn(rows, n).bfloat16()
     together = layer(x, norm=norm, residual=residual)
     start = int(torch.randint(rows, ()))
