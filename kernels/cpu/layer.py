@@ -104,9 +104,7 @@ class NativeMlp:
         check_rows("x", x, (len(x), self._hidden))
         check_rows("residual", residual, (len(x), self._hidden))
         out = torch.empty_like(x)
-        self._call(
-            byref(self.layer), x.data_ptr(), residual.data_ptr(), len(x), out.data_ptr()
-        )
+        self._call(byref(self.layer), x.data_ptr(), residual.data_ptr(), len(x), out.data_ptr())
         return out
 
 

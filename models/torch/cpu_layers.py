@@ -254,9 +254,7 @@ class Moe:
     all groups' tokens.
     """
 
-    def __init__(
-        self, spec: MoeSpec, norm: Norm | None, ending: Ending, load: LayerLoader
-    ) -> None:
+    def __init__(self, spec: MoeSpec, norm: Norm | None, ending: Ending, load: LayerLoader) -> None:
         self._data = load.groups.data
         self._norm, self._end = norm, ending
         self._routing, router = spec.router, load(spec.router.weight)

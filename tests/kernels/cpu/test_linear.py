@@ -18,7 +18,7 @@ from weft.kernels.cpu import linear as module
 from weft.kernels.cpu import native
 from weft.kernels.cpu.int4 import make_int4_linear
 from weft.kernels.cpu.int8 import make_int8_linear
-from weft.kernels.cpu.linear import Linear, NativeLinear, PackedLinear, Norm, make_linear
+from weft.kernels.cpu.linear import Linear, NativeLinear, Norm, PackedLinear, make_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
