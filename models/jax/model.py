@@ -202,7 +202,7 @@ def _attend(
     if attention.norms_after_rope:
         q, k = rotate(q, turn), rotate(k, turn)
     if q_norm is not None and k_norm is not None:
-        if q_norm.spans_heads:
+        if q_norm.spans_heads and own.q_norm is not None and own.k_norm is not None:
             q, k = _norm_heads((q, k), (own.q_norm.weight, own.k_norm.weight), q_norm.eps)
         else:
             q, k = normalize(q_norm, own.q_norm, q), normalize(k_norm, own.k_norm, k)

@@ -303,6 +303,7 @@ ONLY_BY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_bias": (False,),
         "use_rmsnorm": (True,),
     },
+    "cohere2": {"use_qk_norm": (False,)},
     "olmoe": {"clip_qkv": ()},
 }
 """The same for fields of one family. For Ling, the published code and vLLM agree on these values
@@ -351,6 +352,19 @@ HARMLESS_BY: dict[str, frozenset[str]] = {
             "output_dropout",
         }
     ),
+    "cohere2": frozenset(
+        {
+            "cache_implementation",
+            "layer_switch",
+            "order_of_interleaved_layers",
+            "position_embedding_type",
+            "rotary_pct",
+            "use_embedding_sharing",
+            "use_gated_activation",
+            "use_parallel_block",
+            "use_parallel_embedding",
+        }
+    ),
     "glm4_moe": frozenset({"num_mtp_layers", "num_nextn_predict_layers"}),
     "hunyuan_v1_dense": frozenset({"eod_token_id", "sep_token_id"}),
     "hunyuan_v1_moe": frozenset({"eod_token_id", "sep_token_id"}),
@@ -372,6 +386,7 @@ HARMLESS_BY: dict[str, frozenset[str]] = {
     "qwen2_moe": frozenset({"max_window_layers", "sliding_window"}),
     "qwen3_moe": frozenset({"max_window_layers"}),
     "seed_oss": frozenset({"residual_dropout"}),
+    "stablelm": frozenset({"hidden_dropout"}),
 }
 """Fields that released configs of a family have, and that transformers does not read there."""
 

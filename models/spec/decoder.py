@@ -166,7 +166,9 @@ class Decoder:
         def head_norm(norm_name: str, count: int, heads: Axis) -> NormSpec | None:
             if norm == "none":
                 return None
-            shape, axes, full = (self.head_dim,), ("head_dim",), f"{name}.{norm_name}.weight"
+            full = f"{name}.{norm_name}.weight"
+            shape: tuple[int, ...] = (self.head_dim,)
+            axes: tuple[Axis, ...] = ("head_dim",)
             if norm == "heads":
                 shape, axes = (count * self.head_dim,), (heads,)
             elif norm == "each head":
