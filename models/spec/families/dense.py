@@ -77,7 +77,8 @@ def cohere_logits(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 def stablelm(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
     if decoder.heads * decoder.head_dim != decoder.hidden:
-        raise fields.error("head_dim", "hidden_size / num_attention_heads")
+        name = "head_dim" if fields.has("head_dim") else "num_attention_heads"
+        raise fields.error(name, f"heads that together have hidden_size, {decoder.hidden}")
     names = "q_layernorm.norms.{expert}", "k_layernorm.norms.{expert}"
     attention = decoder.attention(
         i,
