@@ -44,15 +44,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
-from weft.kernels.gpu.matmul.matmul import (
-    Operand,
-    Weights,
-    choose_tiling,
-    count_columns,
-    form_of,
-    multiply_and_finish,
-    tile_at,
-)
+from weft.kernels.gpu.matmul.operands import Operand, Weights
+from weft.kernels.gpu.matmul.tile import count_columns, multiply_and_finish, tile_at
+from weft.kernels.gpu.matmul.tiling import choose_tiling, form_of
 from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
 from weft.kernels.gpu.runtime.arguments import Require, require, require_tensor
 from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS, count_processors
