@@ -447,6 +447,26 @@ inline __m512i _mm512_cvtepi8_epi32(const __m128i& x) {
   });
   return out;
 }
+inline __m512 _mm512_cvtph_ps(const __m256i& x) {
+  __m512 out;
+#ifdef __F16C__
+  typedef short Halves __attribute__((vector_size(16)));
+  each_part([&](int p) {
+    Halves half;
+    std::memcpy(&half, reinterpret_cast<const char*>(&x) + p * sizeof half, sizeof half);
+    out.part[p] = __builtin_ia32_vcvtph2ps256(half);
+  });
+#else
+  const __m512i wide = _mm512_cvtepu16_epi32(x);
+  each_part([&](int p) {
+    const PartI bits = wide.part[p], exponent = bits & 0x7c00;
+    const PartF size = (PartF)((bits & 0x7fff) << 13) * 0x1p112f;
+    const PartI special = (exponent == 0x7c00) & 0x7f800000;
+    out.part[p] = (PartF)((PartI)size | special | (bits & 0x8000) << 16);
+  });
+#endif
+  return out;
+}
 inline __m512i _mm512_cvtepi8_epi16(const __m256i& x) {
   const auto numbers = numbers_of<int8_t>(x);
   Array<int16_t, 32> out;

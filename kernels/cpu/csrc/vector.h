@@ -48,6 +48,14 @@ inline __m512 load_bf16(const bf16* p, __mmask16 lanes = 0xffff) {
   return widen(_mm256_maskz_loadu_epi16(lanes, p));
 }
 
+inline __m512 load_float16(const void* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+
+inline __m512 load_int8(const void* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
+
 template <typename Number>
 __m512 load_any(const Number* p, __mmask16 lanes = 0xffff);
 template <>
@@ -145,9 +153,10 @@ inline void store_pairs(const __m512i* numbers, int pairs, bf16* out) {
 
 // How the columns of a product are stored: PAIR bytes for each pair of k. `load` gives those of
 // the first 16 columns and of the last 16, as bfloat16. With groups, each GROUP pairs of k are
-// stored after their scales, SCALES bytes: a bfloat16 for each column.
+// stored after their scales, SCALES bytes: a float16 for each column, and with ZEROS an int8.
 struct UngroupedColumns {
   static constexpr int64_t GROUP = 0, SCALES = 0;
+  static constexpr bool ZEROS = false;
 };
 
 struct PlainColumns : UngroupedColumns {
@@ -197,9 +206,12 @@ inline void pack_codes(__m512i left, __m512i right, char* at) {
 }
 
 // Integers from -8 to 7 as codes from 0 to 15, with a scale for each group of 32 along k. Shuffles
-// look up the two bytes of each as bfloat16, which is exact; scales multiply the group's sums.
+// look up the two bytes of each as bfloat16, which is exact; scales multiply the group's sums. A
+// zero point times the sum of a row's group is subtracted from them first.
+template <bool HAS_ZEROS>
 struct Int4Columns {
-  static constexpr int64_t PAIR = COLUMNS, GROUP = 16, SCALES = COLUMNS * sizeof(bf16);
+  static constexpr int64_t PAIR = COLUMNS, GROUP = 16, SCALES = COLUMNS * (2 + HAS_ZEROS);
+  static constexpr bool ZEROS = HAS_ZEROS;
 
   Int4Columns() {
     alignas(16) uint8_t lower[16], upper[16];
@@ -230,6 +242,7 @@ struct Int4Columns {
 template <typename Columns>
 struct Widened : PlainColumns {
   static constexpr int64_t GROUP = Columns::GROUP, SCALES = Columns::SCALES;
+  static constexpr bool ZEROS = Columns::ZEROS;
 };
 
 // Where a pair of k is in a panel. It must be a group's first one, if there are groups.
@@ -334,10 +347,11 @@ inline __m512bh broadcast_pair(const bf16* p) {
 // memory. A sum is one chain whatever R is: a row's result must not depend on its company. (One
 // row alone waits for each addition, and is still faster than memory.)
 //
-// A group's sum is multiplied by its scales, and added to the sum of the groups before.
+// A group's sum is multiplied by its scales, and added to the sum of the groups before. With zero
+// points, row_sums [groups][R] are the sums of each row's numbers.
 template <int R, int64_t AHEAD, typename Columns>
 void multiply_rows(const bf16* rows, const Columns& kind, const char* columns, int64_t pairs,
-                   float* sums, bool add, const char* ahead) {
+                   float* sums, bool add, const char* ahead, const float* row_sums) {
   __m512 sum[R][2];
   const auto add_pairs = [&](int64_t count) {
     for (int64_t p = 0; p < count; ++p) {
@@ -366,12 +380,17 @@ void multiply_rows(const bf16* rows, const Columns& kind, const char* columns, i
       for (int h = 0; h < 2; ++h) _mm512_storeu_ps(sums + r * COLUMNS + h * 16, sum[r][h]);
   } else {
     for (int64_t pair = 0; pair < pairs; pair += Columns::GROUP) {
-      const bf16* scales = reinterpret_cast<const bf16*>(columns);
-      const __m512 scale[2] = {load_bf16(scales), load_bf16(scales + 16)};
+      const char* scales = columns;
       columns += Columns::SCALES;
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+      for (int r = 0; r < R; ++r)
+        for (int h = 0; h < 2; ++h)
+          sum[r][h] = Columns::ZEROS ? _mm512_mul_ps(_mm512_set1_ps(-row_sums[r]),
+                                                     load_int8(scales + COLUMNS * 2 + h * 16))
+                                     : _mm512_setzero_ps();
+      if (Columns::ZEROS) row_sums += R;
       add_pairs(std::min(Columns::GROUP, pairs - pair));
+      const __m512 scale[2] = {load_float16(scales), load_float16(scales + 32)};
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r)
         for (int h = 0; h < 2; ++h) {
@@ -405,18 +424,20 @@ void widen(const Columns& kind, const char* from, int64_t pairs, char* to) {
 
 template <int64_t AHEAD, typename Columns, int... R>
 void multiply(std::integer_sequence<int, R...>, int r, const bf16* rows, const Columns& kind,
-              const char* columns, int64_t pairs, float* sums, bool add, const char* ahead) {
-  using Kernel =
-      void (*)(const bf16*, const Columns&, const char*, int64_t, float*, bool, const char*);
+              const char* columns, int64_t pairs, float* sums, bool add, const char* ahead,
+              const float* row_sums) {
+  using Kernel = void (*)(const bf16*, const Columns&, const char*, int64_t, float*, bool,
+                          const char*, const float*);
   static constexpr Kernel kernels[] = {multiply_rows<R + 1, AHEAD, Columns>...};
-  kernels[r - 1](rows, kind, columns, pairs, sums, add, ahead);
+  kernels[r - 1](rows, kind, columns, pairs, sums, add, ahead, row_sums);
 }
 
 template <int64_t AHEAD = 0, typename Columns>
 void multiply(int r, const bf16* rows, const Columns& kind, const char* columns, int64_t pairs,
-              float* sums, bool add, const char* ahead = nullptr) {
+              float* sums, bool add, const char* ahead = nullptr,
+              const float* row_sums = nullptr) {
   multiply<AHEAD>(std::make_integer_sequence<int, MAX_ROWS>{}, r, rows, kind, columns, pairs, sums,
-                  add, ahead);
+                  add, ahead, row_sums);
 }
 
 inline void multiply(int r, const bf16* rows, const bf16* columns, int64_t pairs, float* sums,
