@@ -4,12 +4,12 @@ This is weight-only quantization: activations stay as they are, so nothing depen
 weight row is rounded to 127 steps on each side of zero, symmetric (absmax; Dettmers et al. 2022,
 section 2). Decoding one request reads all weights once per token, and int8 halves these bytes.
 
-quantized.py makes the layers. With compiled kernels, a bfloat16 layer is a NativeLinear. It widens the integers to bfloat16 as it
-reads them, which is exact. Int8Linear serves other CPUs. Up to FEW_ROWS rows run in torch's
-weight-only kernel. That kernel works on whole vectors and does not check: other widths would make
-it read out of bounds. With more rows, products dominate, and that kernel has no fast ones. Blocks
-of the weight are then converted to the activations' dtype and multiplied by oneDNN, and the scales
-are applied to the result.
+quantized.py makes the layers. With compiled kernels, a bfloat16 layer is a NativeLinear. It widens
+the integers to bfloat16 as it reads them, which is exact. Int8Linear serves other CPUs. Up to
+FEW_ROWS rows run in torch's weight-only kernel. That kernel works on whole vectors and does not
+check: other widths would make it read out of bounds. With more rows, products dominate, and that
+kernel has no fast ones. Blocks of the weight are then converted to the activations' dtype and
+multiplied by oneDNN, and the scales are applied to the result.
 
 Not handled: gradients, int8 activations, scales per input group.
 """

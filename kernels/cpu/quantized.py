@@ -1,16 +1,16 @@
-"""Dense layers for the CPU with quantised weights: rounded when loading, or as a checkpoint has them.
+"""Dense layers for the CPU with quantised weights: rounded when loading, or a checkpoint's own.
 
 FORMATS lists how weights are rounded. With compiled kernels, a bfloat16 layer is a NativeLinear;
 elsewhere it is the format's layer of torch operators.
 
-A checkpoint's PackedMatrix becomes a NativeLinear without rounding, if the kernels have its numbers:
+A checkpoint's PackedMatrix becomes a NativeLinear without rounding, if kernels have its numbers:
 
     int4    one scale, and perhaps a zero point, for a multiple of 32 columns or whole rows: each
             group of 32 columns repeats them. A scale is a float16 times a power of two of its row.
     int8    one scale for each row, and no zero points
 
-A result differs from the exact product only by float32 sums, and its rounding to bfloat16: numbers
-and scales are not rounded. The dequantised weight, in contrast, is rounded to bfloat16.
+Activations stay bfloat16, and sums are float32. Numbers and scales are not rounded; a dequantised
+weight, in contrast, is rounded to bfloat16. So results differ by a bfloat16's rounding.
 
 Not handled: float4 and float8 numbers, and int8 numbers in groups; callers dequantise them.
 """

@@ -13,7 +13,7 @@ here trains, and nothing is an nn.Module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -43,15 +43,6 @@ Stored = Tensor | PackedMatrix
 """A matrix in the compute dtype, or quantised as the checkpoint has it."""
 
 
-class MakeStored(Protocol):
-    """Makes layers from matrices as `LayerLoader.each` and `LayerLoader.matrix` return them."""
-
-    def __call__(
-        self, weight: Stored | Sequence[Stored], bias: Tensor | None = None, *, gated: bool = False
-    ) -> Linear:
-        """Make a layer from a weight [N, K], or from parts of it, stacked by row."""
-
-
 class LayerLoader(Protocol):
     """Loads this rank's part of weights in the compute dtype, and makes layers from them."""
 
@@ -60,8 +51,8 @@ class LayerLoader(Protocol):
         """The ranks with the other parts."""
 
     @property
-    def make(self) -> MakeStored:
-        """Makes layers with weights stored as configured: packed or quantised."""
+    def make(self) -> Callable[..., Linear]:
+        """A MakeLinear for what `each` and `matrix` return: layers are packed or quantised."""
 
     @property
     def make_plain(self) -> MakeLinear:

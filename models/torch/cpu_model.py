@@ -32,6 +32,7 @@ from weft.kernels.cpu.quantized import make_packed_linear, make_rounded_linear, 
 from weft.kernels.packed import Kind, PackedMatrix
 from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
+from weft.models.memory.ledger import human_bytes
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec, WeightSpec
 from weft.models.torch.angles import Angles, Turn
 from weft.models.torch.cpu_layers import (
@@ -108,6 +109,18 @@ class QuantizedBytes:
 
     kept: Counter[Kind] = field(default_factory=Counter)
     dequantized: int = 0
+
+    @property
+    def lines(self) -> list[str]:
+        """Say what happened, for the log."""
+        lines = [
+            f"{kind} weights stay packed: {human_bytes(size)}" for kind, size in self.kept.items()
+        ]
+        if self.dequantized:
+            lines.append(
+                f"other quantized weights are dequantized, and take {human_bytes(self.dequantized)}"
+            )
+        return lines
 
 
 class _CheckpointLoader:
