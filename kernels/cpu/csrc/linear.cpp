@@ -40,11 +40,17 @@ constexpr int64_t WAVE_ROWS = 384;        // of a long prefill: packed, they sta
 constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8, MIN_TASKS_PER_THREAD = 24;
 
 constexpr int64_t GROUP_NUMBERS = 2 * Int4Columns<true>::GROUP;
+constexpr int64_t ROW_NUMBERS = INTEGER_ROWS ? 2 : 1;
+
+bool needs_row_numbers(const Matrix& m) {
+  return m.format == INT4_ZEROS || (INTEGER_ROWS && m.format == INT4);
+}
 
 // With more blocks, a chunk's columns are widened once and not by each block. AVX-512 widens beside
 // the products. Without it, widening takes as long as they do.
 template <typename Columns>
 constexpr int64_t WIDENED_ABOVE = std::is_same_v<Columns, PlainColumns> ? BLOCKS_AT_ONCE
+                                  : Columns::INTEGERS                   ? BLOCKS_AT_ONCE
                                   : WEFT_PORTABLE                       ? 1
                                   : Columns::GROUP                      ? FEW_BLOCKS
                                                                         : BLOCKS_AT_ONCE;
@@ -84,10 +90,10 @@ float inverse_rms(const bf16* x, int64_t k, float eps) {
   return 1.f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(k) + eps);
 }
 
-// A block of R rows, normalised, as [k / 2][R][2]; and unless null, the sums of each row's groups,
-// [groups][R].
+// A block of R rows, normalised, as [k / 2][R][2]. Unless null, also what int4 needs of each row's
+// groups: [groups][ROW_NUMBERS][R], see `multiply_rows` and `multiply_integers`.
 template <int R>
-void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out, float* group_sums) {
+void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out, float* of_rows) {
   const bf16* row[R];
   __m512 factor[R];
   for (int r = 0; r < R; ++r) {
@@ -112,11 +118,17 @@ void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out, float* g
             _mm512_mul_ps(_mm512_mul_ps(low, factor[r]), low_norm));
       }
     }
-    if (group_sums) {
+    if (of_rows) {
+#if WEFT_INTEGER_ROWS
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) numbers[r] = round_row(numbers[r], of_rows[r], of_rows[R + r]);
+#else
       const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
       for (int r = 0; r < R; ++r)
-        *group_sums++ = _mm512_reduce_add_ps(
+        of_rows[r] = _mm512_reduce_add_ps(
             _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)numbers[r], ones));
+#endif
+      of_rows += ROW_NUMBERS * R;
     }
     const int pairs = static_cast<int>(std::min<int64_t>(16, (k - i + 1) / 2));
     store_pairs<R>(numbers, pairs, out);
@@ -182,7 +194,7 @@ void add_escapes(const Matrix& m, const Task& task, int64_t panel, const Block* 
 
 template <typename Columns>
 void run(const Task& task, const Columns& kind, const Block* blocks, const bf16* packed,
-         const float* group_sums, float* sums, const bf16* residual, bf16* out) {
+         const float* of_rows, float* sums, const bf16* residual, bf16* out) {
   constexpr int64_t PAIR = FETCHED<Columns>;
   const Matrix& m = *blocks[task.block].matrix;
   const int64_t pairs = (m.k + 1) / 2, groups = ceil_div(m.k, GROUP_NUMBERS);
@@ -206,14 +218,13 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
       for (int64_t b = 0; b < task.blocks; ++b) {
         const Block& block = blocks[task.block + b];
         const bf16* rows = packed + (block.first * pairs + pair * block.rows) * 2;
-        const float* row_sums =
-            Columns::ZEROS
-                ? group_sums + block.first * groups + pair * 2 / GROUP_NUMBERS * block.rows
-                : nullptr;
+        const float* of_block =
+            of_rows ? of_rows + (block.first * groups + pair * 2 / GROUP_NUMBERS * block.rows) * ROW_NUMBERS
+                    : nullptr;
         float* tile = sums + b * MAX_ROWS * COLUMNS;
         const auto with = [&](auto ahead, const auto& of, const char* at, const char* fetched) {
           multiply<ahead()>(block.rows, rows, of, at, count, tile, pair > 0, fetched,
-                            row_sums);
+                            of_block);
         };
         const auto fetching = [&](const auto& of, const char* at) {
           if (b * share >= PAIR)
@@ -267,9 +278,9 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
   std::vector<Block> blocks;
   std::vector<Task> tasks;
   int64_t end = 0;
-  bool needs_sums = false;
+  bool any_needs = false;
   for (const Group& group : groups) {
-    needs_sums |= group.matrix->format == INT4_ZEROS;
+    any_needs |= needs_row_numbers(*group.matrix);
     const int64_t first_block = static_cast<int64_t>(blocks.size());
     const int64_t count = ceil_div(group.rows, MAX_ROWS);
     for (int64_t b = 0, first = group.first; b < count; ++b) {
@@ -286,8 +297,8 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
   thread_local Buffer<bf16> buffer;
   bf16* packed = buffer.get(end * pairs * 2);
   const int64_t row_groups = ceil_div(any.k, GROUP_NUMBERS);
-  thread_local Buffer<float> sum_buffer;
-  float* group_sums = needs_sums ? sum_buffer.get(end * row_groups) : nullptr;
+  thread_local Buffer<float> number_buffer;
+  float* of_rows = any_needs ? number_buffer.get(end * row_groups * ROW_NUMBERS) : nullptr;
 #pragma omp parallel
   {
     alignas(64) float sums[BLOCKS_AT_ONCE * MAX_ROWS * COLUMNS];
@@ -295,13 +306,15 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
     for (size_t b = 0; b < blocks.size(); ++b)
       with_rows(blocks[b].rows, [&](auto rows) {
         pack_rows<rows()>(x, blocks[b], any.k, packed + blocks[b].first * pairs * 2,
-                          group_sums ? group_sums + blocks[b].first * row_groups : nullptr);
+                          needs_row_numbers(*blocks[b].matrix)
+                              ? of_rows + blocks[b].first * row_groups * ROW_NUMBERS
+                              : nullptr);
       });
 #pragma omp for schedule(dynamic) nowait
     for (size_t t = 0; t < tasks.size(); ++t) {
       const Matrix& m = *blocks[tasks[t].block].matrix;
       with_columns(m, [&](const auto& kind) {
-        run(tasks[t], kind, blocks.data(), packed, group_sums, sums, residual, out);
+        run(tasks[t], kind, blocks.data(), packed, of_rows, sums, residual, out);
       });
     }
   }

@@ -635,6 +635,25 @@ inline __m512i interleave(const __m512i& x, const __m512i& y) {
   });
   return out;
 }
+#ifdef __AVX2__
+// Bytes without a sign times bytes with one; neighbours are added to 16 bits.
+inline PartI multiply_bytes(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_pmaddubsw256((PartC)x, (PartC)y);
+}
+typedef int16_t PartS __attribute__((vector_size(32)));
+inline PartI add_int16(const PartI& x, const PartI& y) { return (PartI)((PartS)x + (PartS)y); }
+// The sums of neighbours of 16 bits.
+inline PartI add_neighbours(const PartI& x) {
+  return __builtin_ia32_pmaddwd256((PartS)x, PartS{} + int16_t{1});
+}
+// Takes turns between the lower, or upper, 16-bit numbers of each 128 bits.
+inline PartI unpack_low(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_punpcklwd256((PartS)x, (PartS)y);
+}
+inline PartI unpack_high(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_punpckhwd256((PartS)x, (PartS)y);
+}
+#endif
 #define WEFT_UNPACK(BITS)                                                           \
   inline __m512i _mm512_unpacklo_epi##BITS(const __m512i& x, const __m512i& y) {    \
     return interleave<int##BITS##_t, 0>(x, y);                                      \

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import compiled_kernels
+from support.kernels import compiled_kernels, int4_rows
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -82,7 +82,8 @@ def test_equals_the_product_with_the_rounded_weight(
         got = layer(x, norm=norm, residual=residual)
     assert got.dtype == dtype
     inputs = x if norm is None else reference.rms_norm(x, norm.weight, norm.eps).to(dtype)
-    expected = inputs.double() @ rounded(weight).T
+    rows_read = int4_rows(inputs) if isinstance(layer, NativeLinear) else inputs.double()
+    expected = rows_read @ rounded(weight).T
     if bias is not None:
         expected += bias.double()
     if gated:
