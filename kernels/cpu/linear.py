@@ -5,7 +5,7 @@ A decode reads each weight once per step for a handful of rows, so the reorderin
 of the time. Here a weight is reordered once, when the model is loaded. `make_linear` chooses a
 class:
 
-- NativeLinear: bfloat16, or int8 or int4 weights with bfloat16 activations, where csrc/linear.cpp
+- NativeLinear: bfloat16, int8 or int4 weights with bfloat16 activations, where csrc/linear.cpp
   was compiled. The call includes RMSNorm before the product, and a gate or residual after it.
   bfloat16 weights are compressed to 12 bits a number, without loss, so fewer bytes are read.
 - PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that torch.compile's

@@ -9,8 +9,10 @@ A checkpoint's PackedMatrix becomes a NativeLinear without rounding, if kernels 
             group of 32 columns repeats them. A scale is a float16 times a power of two of its row.
     int8    one scale for each row, and no zero points
 
-Activations stay bfloat16, and sums are float32. Numbers and scales are not rounded; a dequantised
-weight, in contrast, is rounded to bfloat16. So results differ by a bfloat16's rounding.
+Sums are float32. Numbers and scales are not rounded; a dequantised weight, in contrast, is rounded
+to bfloat16. Activations stay bfloat16. But with AVX2, products with int4 round each 32 of them to
+int8 with a scale, as llama.cpp's Q8_0 does: this doubles the speed, and adds 0.6% of a product's
+norm for normal numbers.
 
 Not handled: float4 and float8 numbers, and int8 numbers in groups; callers dequantise them.
 """
