@@ -24,8 +24,8 @@ from weft.models.torch.cpu_model import CpuModel
 LENGTHS = (19, 6)
 ERROR = 0.09
 """Of a token's logits, relative to their norm. Rounding activations to bfloat16 costs up to 0.026,
-and to int8, with int4 on AVX2, up to 0.058. With routers, the median is up to 0.037. The dequantised
-model in bfloat16 has up to 0.039.
+and to int8, with int4 on AVX2, up to 0.058. With routers, the median is up to 0.037. The
+dequantised model in bfloat16 has up to 0.039.
 """
 
 GROUPS = compressed("pack-quantized", strategy="group", group_size=32, **INT4)
