@@ -461,29 +461,43 @@ void multiply_integers(const bf16* rows, const char* columns, int64_t pairs, flo
     PartI sum[2][R][2];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      PartI local[R][2];
+      const int64_t count = std::max<int64_t>(0, std::min(HALF, pairs - pair - half * HALF));
+      const auto add_pairs = [&](auto first, auto last, auto fetched) {
+        constexpr int FIRST = first(), LAST = last();
+        PartI local[LAST - FIRST][2];
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) local[r][0] = local[r][1] = PartI{};
-      const int64_t count = std::min(HALF, pairs - pair - half * HALF);
-      for (int64_t p = 0; p < count; ++p) {
-        for (int64_t line = 0; line < AHEAD; line += 64) _mm_prefetch(ahead + line, _MM_HINT_T0);
-        ahead += AHEAD;
-        const PartI codes = reinterpret_cast<const Unaligned<PartI>*>(columns)->part;
-        const PartI low = codes & 0x0f0f0f0f, high = (codes >> 4) & 0x0f0f0f0f;
+        for (int r = FIRST; r < LAST; ++r) local[r - FIRST][0] = local[r - FIRST][1] = PartI{};
+        for (int64_t p = 0; p < count; ++p) {
+          for (int64_t line = 0; line < fetched(); line += 64)
+            _mm_prefetch(ahead + p * AHEAD + line, _MM_HINT_T0);
+          const PartI codes =
+              reinterpret_cast<const Unaligned<PartI>*>(columns + p * Columns::PAIR)->part;
+          const PartI low = codes & 0x0f0f0f0f, high = (codes >> 4) & 0x0f0f0f0f;
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-          int32_t both;
-          std::memcpy(&both, rows + 2 * r, sizeof both);
-          const PartI row = PartI{} + both;
-          local[r][0] = add_int16(local[r][0], multiply_bytes(low, row));
-          local[r][1] = add_int16(local[r][1], multiply_bytes(high, row));
+          for (int r = FIRST; r < LAST; ++r) {
+            int32_t both;
+            std::memcpy(&both, rows + 2 * (p * R + r), sizeof both);
+            const PartI row = PartI{} + both;
+            PartI(&to)[2] = local[r - FIRST];
+            to[0] = add_int16(to[0], multiply_bytes(low, row));
+            to[1] = add_int16(to[1], multiply_bytes(high, row));
+          }
         }
-        rows += 2 * R;
-        columns += Columns::PAIR;
-      }
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r)
-        for (int i = 0; i < 2; ++i) sum[half][r][i] = local[r][i];
+        for (int r = FIRST; r < LAST; ++r)
+          for (int i = 0; i < 2; ++i) sum[half][r][i] = local[r - FIRST][i];
+      };
+      // Of more than four rows, sums do not all stay in registers.
+      constexpr int MIDDLE = R > 4 ? R / 2 : R;
+      using std::integral_constant;
+      add_pairs(integral_constant<int, 0>{}, integral_constant<int, MIDDLE>{},
+                integral_constant<int64_t, AHEAD>{});
+      if constexpr (MIDDLE < R)
+        add_pairs(integral_constant<int, MIDDLE>{}, integral_constant<int, R>{},
+                  integral_constant<int64_t, 0>{});
+      ahead += count * AHEAD;
+      rows += count * 2 * R;
+      columns += count * Columns::PAIR;
     }
     const __m512 scale[2] = {load_float16(scales), load_float16(scales + 32)};
     __m512 zero[2];
