@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from weft.kernels import reference
 from weft.kernels.cpu import native
-from weft.kernels.cpu.linear import NativeLinear, RMSNorm, split_scales
+from weft.kernels.cpu.linear import NativeLinear, Norm, split_scales
 from weft.kernels.cpu.moe import PackedExperts
 from weft.kernels.cpu.quantized import make_packed_linear, takes
 from weft.kernels.packed import Kind, PackedMatrix
@@ -84,7 +84,7 @@ def test_int4_equals_the_product_with_the_checkpoints_numbers(
     ]
     x = torch.randn(rows, 2 * pairs).bfloat16()
     bias = torch.randn(sum(heights)).bfloat16() if with_bias else None
-    norm = RMSNorm(torch.rand(2 * pairs).bfloat16(), 1e-5) if with_norm else None
+    norm = Norm(torch.rand(2 * pairs).bfloat16(), 1e-5) if with_norm else None
     got = layer(*parts, bias=bias, gated=gated)(x, norm=norm)
     inputs = x if norm is None else reference.rms_norm(x, norm.weight, norm.eps).bfloat16()
     expected = int4_rows(inputs) @ whole(*parts).T
