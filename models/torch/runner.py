@@ -262,6 +262,11 @@ class TorchRunner:
         return self._block_size * self._spec.kv_bytes_per_token(self._kv_dtype)
 
     @property
+    def quantized_lines(self) -> list[str]:
+        """Say what became of the checkpoint's quantised weights, on CPUs."""
+        return self._model.quantized.lines if isinstance(self._model, CpuModel) else []
+
+    @property
     def saved_bytes(self) -> int:
         """This rank's weight bytes without memory; see `CpuModel`."""
         return self._model.saved_bytes if isinstance(self._model, CpuModel) else 0

@@ -450,6 +450,26 @@ inline __m512i _mm512_cvtepi8_epi32(const __m128i& x) {
   });
   return out;
 }
+inline __m512 _mm512_cvtph_ps(const __m256i& x) {
+  __m512 out;
+#ifdef __F16C__
+  typedef short Halves __attribute__((vector_size(16)));
+  each_part([&](int p) {
+    Halves half;
+    std::memcpy(&half, reinterpret_cast<const char*>(&x) + p * sizeof half, sizeof half);
+    out.part[p] = __builtin_ia32_vcvtph2ps256(half);
+  });
+#else
+  const __m512i wide = _mm512_cvtepu16_epi32(x);
+  each_part([&](int p) {
+    const PartI bits = wide.part[p], exponent = bits & 0x7c00;
+    const PartF size = (PartF)((bits & 0x7fff) << 13) * 0x1p112f;
+    const PartI special = (exponent == 0x7c00) & 0x7f800000;
+    out.part[p] = (PartF)((PartI)size | special | (bits & 0x8000) << 16);
+  });
+#endif
+  return out;
+}
 inline __m512i _mm512_cvtepi8_epi16(const __m256i& x) {
   const auto numbers = numbers_of<int8_t>(x);
   Array<int16_t, 32> out;
@@ -618,6 +638,25 @@ inline __m512i interleave(const __m512i& x, const __m512i& y) {
   });
   return out;
 }
+#ifdef __AVX2__
+// Bytes without a sign times bytes with one; neighbours are added to 16 bits.
+inline PartI multiply_bytes(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_pmaddubsw256((PartC)x, (PartC)y);
+}
+typedef int16_t PartS __attribute__((vector_size(32)));
+inline PartI add_int16(const PartI& x, const PartI& y) { return (PartI)((PartS)x + (PartS)y); }
+// The sums of neighbours of 16 bits.
+inline PartI add_neighbours(const PartI& x) {
+  return __builtin_ia32_pmaddwd256((PartS)x, PartS{} + int16_t{1});
+}
+// Takes turns between the lower, or upper, 16-bit numbers of each 128 bits.
+inline PartI unpack_low(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_punpcklwd256((PartS)x, (PartS)y);
+}
+inline PartI unpack_high(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_punpckhwd256((PartS)x, (PartS)y);
+}
+#endif
 #define WEFT_UNPACK(BITS)                                                           \
   inline __m512i _mm512_unpacklo_epi##BITS(const __m512i& x, const __m512i& y) {    \
     return interleave<int##BITS##_t, 0>(x, y);                                      \
