@@ -44,7 +44,7 @@ def test_the_version_is_that_of_the_sources() -> None:
 @pytest.mark.parametrize(
     ("source", "has"),
     [
-        ("void weft_pack() {}", "version 0, without weft_count_escapes, "),
+        ("void weft_pack() {}", "version 0, without weft_weight_rows, "),
         ("int weft_version() { return 999; }", "version 999, without weft_pack, "),
     ],
 )
