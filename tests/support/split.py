@@ -343,20 +343,45 @@ def be_rank(
 def running(
     size: int, body: Callable[..., None], *arguments: Any, after: Any = ()
 ) -> Iterator[list[Connection]]:
-    """The pipes of processes body(rank, *arguments, pipe, *after); in the end, all ended well."""
-    context = multiprocessing.get_context("spawn")
+    """The pipes of processes body(rank, *arguments, pipe, *after); in the end, all ended well.
+
+    They are copies of a process that has imported torch, which takes seconds of a core.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["weft.models.torch.runner"])
     pipes, processes = [], []
+    ended, end = context.Pipe(duplex=False)
     for rank in range(size):
         own, other = context.Pipe()
-        process = context.Process(target=body, args=(rank, *arguments, other, *after), daemon=True)
+        # The first rank has the ranks' store, so it ends last.
+        until = ended if rank == 0 else None
+        process = context.Process(
+            target=_be, args=(dict(os.environ), until, body, rank, *arguments, other, *after)
+        )
+        process.daemon = True
         process.start()
         other.close()
         pipes.append(own)
         processes.append(process)
+    ended.close()
     port = pipes[0].recv()
     for pipe in pipes[1:]:
         pipe.send(port)
     yield pipes
-    for process in processes:
+    for process in processes[1:]:
         process.join(30)
         assert process.exitcode == 0
+    end.send(None)
+    processes[0].join(30)
+    assert processes[0].exitcode == 0
+
+
+def _be(
+    environment: dict[str, str], until: Connection | None, body: Callable[..., None], *arguments: Any
+) -> None:
+    """A process: run the body in this environment, and end once `until` says so."""
+    os.environ.clear()
+    os.environ.update(environment)
+    body(*arguments)
+    if until is not None:
+        until.recv()
