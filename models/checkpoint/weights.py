@@ -444,8 +444,9 @@ def _check_tied(embedding: Stored, lm_head: Stored) -> None:
                 f"{each.file}: {each.name} is quantized, but tie_word_embeddings is true; set it "
                 "to false in config.json to use both tensors"
             )
-    whole = tuple(slice(0, size) for size in embedding.shape)
-    one, other = embedding.read(whole), lm_head.read(whole)
+    one, other = (
+        each.read(tuple(slice(0, size) for size in each.shape)) for each in (embedding, lm_head)
+    )
     equal = (one.shape, one.dtype) == (other.shape, other.dtype)
     rows = max(1, COMPARED // one.shape[1])
     for start in range(0, len(one), rows) if equal else ():
