@@ -1,11 +1,13 @@
 """What holds for all tests."""
 
 import os
-from collections import Counter
+from collections import defaultdict
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from support import surroundings
+from support.sweeps import sample
 
 # Before any other module reads the environment; each of xdist's processes does so too.
 surroundings.settle()
@@ -19,9 +21,6 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # A time says how busy the machine is, and nothing about the code.
 settings.register_profile("weft", deadline=None)
 settings.load_profile("weft")
-
-SAMPLE = 4
-"""Of the cases of a test that is marked `sweep`, the default run takes every fourth."""
 
 
 OPTIONS = {
@@ -41,10 +40,13 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 @pytest.hookimpl(tryfirst=True)  # before the cases that are slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    seen: Counter[str] = Counter()
+    sweeps: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % SAMPLE:
-                item.add_marker(pytest.mark.slow)
-            seen[test] += 1
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    for cases in sweeps.values():
+        for case, taken in zip(
+            cases, sample([case.callspec.indices for case in cases]), strict=True
+        ):
+            if not taken:
+                case.add_marker(pytest.mark.slow)

@@ -50,7 +50,7 @@ fails if a cell is empty or out of date: a new family or format needs its cases.
 
 A backend's column has any layout; the columns after it have that layout, perhaps with others. These
 tests need no GPU and no TPU: Triton's interpreter runs GPU kernels, and jax runs on CPUs. Tests
-marked "slow" run with `make test-slow`. Of a "sample", `make test` runs every fourth case.
+marked "slow" run with `make test-slow`. Of a "sample", `make test` runs one case in four.
 """
 FORMATS = """## Formats
 

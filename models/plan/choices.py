@@ -70,6 +70,11 @@ class Choice:
     limits: Limits
 
     @property
+    def rounding(self) -> int:
+        """How coarsely the weights are rounded: 0 is not at all, and each format is one more."""
+        return ("none", *ROUNDED).index(self.quantization)
+
+    @property
     def flags(self) -> str:
         """The flags of `weft serve` for this choice."""
         layout = self.layout

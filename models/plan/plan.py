@@ -79,11 +79,11 @@ class Row:
 
     @property
     def goals(self) -> tuple[float, ...]:
-        """Figures of which less is better."""
+        """Figures of which less is better; rounding the weights is one, for it costs accuracy."""
         ttft = itl = math.inf
         if self.steady is not None:
             ttft, itl = self.steady.latency.ttft_p99, self.steady.latency.itl_p99
-        return (self.hourly, self.price, ttft, itl, -self.tokens_per_second)
+        return (self.hourly, self.choice.rounding, self.price, ttft, itl, -self.tokens_per_second)
 
 
 def plan(found: Iterable[Choice], load: Load, objective: Objective) -> list[Row]:
@@ -210,6 +210,7 @@ def _worth_a_look(found: Iterable[Choice]) -> list[Choice]:
         (
             choice,
             (
+                choice.rounding,
                 *(choice.engine.seconds(step) for step in steps),
                 -choice.layout.dp_size * choice.ledger.tokens,
                 -choice.layout.dp_size,  # as many times the limits of one scheduler

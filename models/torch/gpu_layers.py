@@ -38,7 +38,8 @@ from weft.kernels.gpu.experts.grouped_matmul_reduce_scatter import (
 from weft.kernels.gpu.experts.placement import Tables
 from weft.kernels.gpu.experts.routing import route, sort_by_expert
 from weft.kernels.gpu.matmul.epilogue import Epilogue
-from weft.kernels.gpu.matmul.matmul import Operand, matmul
+from weft.kernels.gpu.matmul.matmul import matmul
+from weft.kernels.gpu.matmul.operands import Operand
 from weft.kernels.gpu.matmul.packed_tile import dequantize
 from weft.kernels.gpu.rowwise.activation import silu_multiply
 from weft.kernels.gpu.rowwise.rope import CacheScales

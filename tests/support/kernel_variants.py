@@ -1,8 +1,9 @@
 """Counts the variants of Triton's kernels in a model's steps, without a GPU.
 
-    TRITON_INTERPRET=0 python tests/support/kernel_variants.py CONFIG_FOLDER TP EP GRAPHS
+    TRITON_INTERPRET=0 python tests/support/kernel_variants.py CONFIG_FOLDER TP EP GRAPHS STEPS
 
-Prints JSON: how many variants the steps of warm_up.py have, and those that other steps have more.
+Prints JSON: how many variants the steps of warm_up.py have, and those that STEPS random steps have
+more.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ from weft.models.torch.dry import DryModel, Sizes
 from weft.models.torch.graphs import recordings
 
 MAX_TOKENS, MAX_SEQS, MAX_LEN, PAGE = 2048, 128, 8192, 16
-OTHERS = 400
-"""Random steps to compare."""
 
 
 class Shape(NamedTuple):
@@ -125,10 +124,10 @@ class Steps:
         return self._found
 
 
-def others(*, replayed: bool) -> Iterator[Shape]:
+def others(count: int, *, replayed: bool) -> Iterator[Shape]:
     """Random steps, except for decodes if they are replayed."""
     rng = random.Random(0)
-    for _ in range(OTHERS):
+    for _ in range(count):
         requests = rng.choice([1, 2, 3, 8, 16, 17, 33, 64, 100, MAX_SEQS])
         queries = rng.randrange(2, MAX_TOKENS - requests + 2)
         if rng.random() < 0.5:
@@ -142,14 +141,14 @@ def others(*, replayed: bool) -> Iterator[Shape]:
 
 def main() -> None:
     """Compare both."""
-    folder, tp, ep, graphs = sys.argv[1:]
+    folder, tp, ep, graphs, count = sys.argv[1:]
     layout = Layout(int(tp), int(ep))
     steps = Steps(Path(folder), layout, graphs == "graphs")
     known = steps.warm_up()
     replayed = graphs == "graphs" and layout.dp_size == 1
     missed = {
         str(more): shape
-        for shape in others(replayed=replayed)
+        for shape in others(int(count), replayed=replayed)
         for more in steps.step(shape) - known
     }
     print(json.dumps({"known": len(known), "missed": missed}))

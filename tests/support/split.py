@@ -377,7 +377,10 @@ def running(
 
 
 def _be(
-    environment: dict[str, str], until: Connection | None, body: Callable[..., None], *arguments: Any
+    environment: dict[str, str],
+    until: Connection | None,
+    body: Callable[..., None],
+    *arguments: Any,
 ) -> None:
     """A process: run the body in this environment, and end once `until` says so."""
     os.environ.clear()

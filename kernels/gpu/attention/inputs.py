@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
-from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import KernelError, Require, require, require_tensor
+from weft.kernels.gpu.runtime.target import target
 
 Int32 = npt.NDArray[np.int32]
 

@@ -42,8 +42,8 @@ from weft.kernels.gpu.attention.inputs import (
     check_scale,
 )
 from weft.kernels.gpu.attention.tile import Tile, asked_tile, is_decode
-from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
+from weft.kernels.gpu.runtime.target import target
 from weft.kernels.gpu.tuning.costs import count_processors
 from weft.kernels.gpu.tuning.search import Choice
 

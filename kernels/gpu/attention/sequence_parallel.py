@@ -50,9 +50,9 @@ from weft.kernels.gpu.attention.kernel import LN2, LOG2E, load_block, soften
 from weft.kernels.gpu.attention.tile import Tile, asked_tile, choose_tile
 from weft.kernels.gpu.collectives.chunks import copy_chunk
 from weft.kernels.gpu.matmul.epilogue import RESULTS
-from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import notify, notify_all, peer_pointer, slot_of, wait
+from weft.kernels.gpu.runtime.target import target
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, triton_type
 from weft.kernels.gpu.tuning.search import Choice
 from weft.kernels.symmetric.memory import Home

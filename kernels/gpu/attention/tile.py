@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 
 from weft.kernels.gpu.attention.inputs import PagedBatch
-from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import Require
+from weft.kernels.gpu.runtime.target import target
 from weft.kernels.gpu.tuning.costs import Config
 
 

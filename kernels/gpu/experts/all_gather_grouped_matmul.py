@@ -63,14 +63,9 @@ from weft.kernels.gpu.matmul.all_gather_matmul import (
     step_and_part,
 )
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
-from weft.kernels.gpu.matmul.matmul import (
-    Weights,
-    choose_tiling,
-    count_columns,
-    form_of,
-    multiply_and_finish,
-    tile_at,
-)
+from weft.kernels.gpu.matmul.operands import Weights
+from weft.kernels.gpu.matmul.tile import count_columns, multiply_and_finish, tile_at
+from weft.kernels.gpu.matmul.tiling import choose_tiling, form_of
 from weft.kernels.gpu.runtime.arguments import (
     KernelError,
     Require,

@@ -15,7 +15,7 @@ Work. `multiply_groups` is persistent. Every program loads all offsets and adds 
 each group, so all programs see the same tiles. With P programs, program p takes tiles p, p + P and
 so on. A tile has rows from one group only: the last tile in a group is cut off, and empty groups
 have no tiles. Tiles from the same group are adjacent. Within a group, each band of GROUP tile rows
-is taken column by column (matmul.py). Programs that run at the same time therefore read few columns
+is taken column by column (tile.py). Programs that run at the same time therefore read few columns
 from few weights. With few rows for each expert, weights dominate the reads, and each weight number
 is read once.
 
@@ -28,7 +28,7 @@ arXiv:2412.19437, section 3.3). With scales per 128 columns, parts in one sum ha
 scales. The tensor cores then add up BLOCK_K products at a time; each part is scaled and added in
 float32. Such a tile has two sums in registers, and half the columns.
 
-Weights may be quantised (matmul.py).
+Weights may be quantised (tile.py).
 
 Not handled: descriptors (TMA), fp8 rows with quantised weights.
 """
@@ -44,15 +44,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
-from weft.kernels.gpu.matmul.matmul import (
-    Operand,
-    Weights,
-    choose_tiling,
-    count_columns,
-    form_of,
-    multiply_and_finish,
-    tile_at,
-)
+from weft.kernels.gpu.matmul.operands import Operand, Weights
+from weft.kernels.gpu.matmul.tile import count_columns, multiply_and_finish, tile_at
+from weft.kernels.gpu.matmul.tiling import choose_tiling, form_of
 from weft.kernels.gpu.rowwise.activation import GROUP as SCALE_GROUP
 from weft.kernels.gpu.runtime.arguments import Require, require, require_tensor
 from weft.kernels.gpu.tuning.costs import FEW_ACCUMULATORS, count_processors

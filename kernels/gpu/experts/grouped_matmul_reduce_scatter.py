@@ -57,20 +57,15 @@ from weft.kernels.gpu.experts.all_gather_grouped_matmul import (
 from weft.kernels.gpu.experts.grouped_matmul import group_of, group_sizes, padded, report
 from weft.kernels.gpu.matmul.all_gather_matmul import ahead_of
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
-from weft.kernels.gpu.matmul.matmul import (
-    GROUP,
-    Weights,
-    choose_tiling,
-    form_of,
-    multiply_and_finish,
-    tile_at,
-)
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     for_sum,
     reduce_partials,
     result_shape,
     tile_offsets,
 )
+from weft.kernels.gpu.matmul.operands import Weights
+from weft.kernels.gpu.matmul.tile import GROUP, multiply_and_finish, tile_at
+from weft.kernels.gpu.matmul.tiling import choose_tiling, form_of
 from weft.kernels.gpu.runtime.arguments import require_counts, require_tensor
 from weft.kernels.gpu.runtime.signals import count_off, notify, peer_pointer, wait
 from weft.kernels.gpu.runtime.workspace import agreed, require_dtype, triton_type

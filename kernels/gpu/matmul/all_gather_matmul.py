@@ -51,14 +51,9 @@ from torch import Tensor
 
 from weft.kernels.gpu.collectives.collective import RESIDENT_BLOCK, RESIDENT_WARPS
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue
-from weft.kernels.gpu.matmul.matmul import (
-    Weights,
-    choose_tiling,
-    count_columns,
-    form_of,
-    multiply_and_finish,
-    tile_at,
-)
+from weft.kernels.gpu.matmul.operands import Weights
+from weft.kernels.gpu.matmul.tile import count_columns, multiply_and_finish, tile_at
+from weft.kernels.gpu.matmul.tiling import choose_tiling, form_of
 from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.peers import SLOTS, Slots
 from weft.kernels.gpu.runtime.signals import notify, peer_pointer, slot_of, wait

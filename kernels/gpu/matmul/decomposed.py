@@ -38,8 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import FP8, NOTHING, Epilogue
-from weft.kernels.gpu.matmul.matmul import Weights
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import result_shape
+from weft.kernels.gpu.matmul.operands import Weights
 from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.signals import meet, peer_pointer, tell, wait
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type

@@ -39,14 +39,9 @@ from torch import Tensor
 
 from weft.kernels.gpu.matmul.all_gather_matmul import Topology, ahead_of, step_and_part
 from weft.kernels.gpu.matmul.epilogue import NOTHING, Epilogue, finish, scale
-from weft.kernels.gpu.matmul.matmul import (
-    Form,
-    Weights,
-    choose_tiling,
-    form_of,
-    multiply_tile,
-    tile_at,
-)
+from weft.kernels.gpu.matmul.operands import Weights
+from weft.kernels.gpu.matmul.tile import Form, multiply_tile, tile_at
+from weft.kernels.gpu.matmul.tiling import choose_tiling, form_of
 from weft.kernels.gpu.runtime.arguments import require_counts
 from weft.kernels.gpu.runtime.signals import notify, notify_all, peer_pointer, slot_of, wait_all
 from weft.kernels.gpu.runtime.workspace import Workspace, agreed, require_dtype, triton_type

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import FP8, RESULTS
-from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.runtime.arguments import Require, require_tensor
+from weft.kernels.gpu.runtime.target import target
 
 MAX_BYTES = 1 << 16
 """Maximum bytes in a program's row: 64 numbers of 16 bits per thread, 16 warps."""

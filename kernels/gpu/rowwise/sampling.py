@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.gpu.matmul.matmul import target
 from weft.kernels.gpu.rowwise.rows import require_rows
 from weft.kernels.gpu.runtime.arguments import require, require_tensor
+from weft.kernels.gpu.runtime.target import target
 
 BLOCK = 1 << 12
 """Columns that a program reads at a time."""

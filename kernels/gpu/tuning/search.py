@@ -38,7 +38,7 @@ from msgspec import structs
 from torch import Tensor
 
 from weft.kernels.gpu.matmul.epilogue import OPERANDS
-from weft.kernels.gpu.matmul.matmul import Weights
+from weft.kernels.gpu.matmul.operands import Weights
 from weft.kernels.gpu.runtime.launches import is_refusal, loaded
 from weft.kernels.gpu.tuning import table as tuned
 from weft.kernels.gpu.tuning.clock import Call, Clock, gpu_clock, host_clock

@@ -63,6 +63,8 @@ def table(rows: Sequence[Row], asked: Asked, objective: Objective) -> str:
         "TTFT, ITL: p50/p99 of the time to the first token and between tokens under this load",
         f"req/s, tokens/s, $/Mtok: at the highest rate{' within the limits' if slo else ''}",
     ]
+    if any(row.choice.quantization != "none" for row in rows):
+        lines.append("--quantization rounds the weights: answers are faster and less accurate")
     if not all(row.keeps(objective) for row in rows):
         lines.append("! beyond the limits, or too slow for the load")
     if not any(row.keeps(objective) for row in rows):

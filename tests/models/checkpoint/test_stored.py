@@ -88,6 +88,7 @@ def check_equal(quantized: Path, plain: Path, layouts: list[Layout]) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "bailing_moe", "granite"])
+@pytest.mark.sweep
 def test_every_format_is_read_as_its_numbers(
     family: str, form: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -82,6 +82,18 @@ def test_int8_is_advised_where_it_is_served_and_not_in_use(
         assert ("--quantization int8 or int4" in limited.remedy) == advised
 
 
+def test_rounded_weights_come_after_exact_ones_that_serve_the_load() -> None:
+    found = choices(read_spec(locate("weft-demo")), read_slice("cpu:1"), LIMITS)
+    load = Load.parse("in=1000,out=200,rate=1")
+    rows = plan(found, load, Objective())
+    assert [each.choice.quantization for each in rows] == ["none", "int8", "int4"]
+    exact, _, int4 = (each.steady for each in rows)
+    assert exact is not None
+    assert int4 is not None
+    between = Objective((("itl_p99", (exact.latency.itl_p99 + int4.latency.itl_p99) / 2),))
+    assert plan(found, load, between)[0].choice.quantization != "none"
+
+
 def test_a_load_curve_rises_to_the_capacity() -> None:
     choice = chosen("weft-demo", "h100:8", Layout(tp=2))
     curve = load_curve(choice, Load.parse("in=1000,out=200,users=5"))

@@ -48,18 +48,25 @@ MORE = [
 ]
 
 
+FEW_STEPS, MANY_STEPS = 60, 400
+"""Random steps to compare with the warm-up's."""
+
+
 @pytest.mark.parametrize(
-    ("config", "tp", "ep", "graphs"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ("config", "tp", "ep", "graphs", "steps"),
+    [
+        *((*case, FEW_STEPS) for case in CASES),
+        *(pytest.param(*case, MANY_STEPS, marks=pytest.mark.slow) for case in [*CASES, *MORE]),
+    ],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else str(value),
 )
 def test_no_step_needs_another_kernel(
-    config: dict[str, Any], tp: int, ep: int, graphs: str, tmp_path: Path
+    config: dict[str, Any], tp: int, ep: int, graphs: str, steps: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     script = str(ROOT / "tests/support/kernel_variants.py")
     done = subprocess.run(
-        [sys.executable, script, str(tmp_path), str(tp), str(ep), graphs],
+        [sys.executable, script, str(tmp_path), str(tp), str(ep), graphs, str(steps)],
         env=os.environ | {"TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,

@@ -18,7 +18,7 @@ from weft.kernels import reference
 from weft.kernels.check.ranks import run
 from weft.kernels.gpu.experts import grouped_matmul as module
 from weft.kernels.gpu.experts.grouped_matmul import LEAST_GROUPS, grouped_matmul
-from weft.kernels.gpu.matmul import matmul as tiles
+from weft.kernels.gpu.matmul import tile
 from weft.kernels.gpu.matmul.epilogue import Epilogue
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning import table as tuned
@@ -354,7 +354,7 @@ def wrongly_scaled(faulty: ModuleType) -> bool:
 @pytest.mark.parametrize("fault", SCALED_FAULTS)
 def test_faults_of_scales_are_found(fault: str, tmp_path: Path) -> None:
     assert not wrongly_scaled(module)
-    assert wrongly_scaled(planted(module, tmp_path, SCALED_FAULTS[fault], parts=[tiles]))
+    assert wrongly_scaled(planted(module, tmp_path, SCALED_FAULTS[fault], parts=[tile]))
 
 
 # Bad offsets and input.

@@ -12,7 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.overlapped import BLOCKS, DTYPES, FP8, SEEDS, close
 
-from weft.kernels.gpu.matmul.matmul import Weights, matmul, takes_tma, tile_at
+from weft.kernels.gpu.matmul.matmul import matmul, takes_tma
+from weft.kernels.gpu.matmul.operands import Weights
+from weft.kernels.gpu.matmul.tile import tile_at
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.interpreter import gpu as interpreter
 

@@ -26,11 +26,11 @@ from weft.kernels.gpu.collectives.all_gather import all_gather_workspace
 from weft.kernels.gpu.experts.dispatch import moe_workspace
 from weft.kernels.gpu.experts.placement import even
 from weft.kernels.gpu.matmul.all_gather_matmul import all_gather_matmul_workspace
-from weft.kernels.gpu.matmul.matmul import Weights
 from weft.kernels.gpu.matmul.matmul_reduce_scatter import (
     matmul_all_reduce_workspace,
     matmul_reduce_scatter_workspace,
 )
+from weft.kernels.gpu.matmul.operands import Weights
 from weft.kernels.gpu.runtime.arguments import KernelError
 from weft.kernels.gpu.tuning import search as tune
 from weft.kernels.gpu.tuning import table as tuned
