@@ -7,7 +7,8 @@
    file and tensor. Only tensors in `ModelSpec.skipped` are skipped; the log names them.
 3. `Weights.read` returns one tensor at a time, or this rank's part, as a view of the mapped file.
    The caller converts or packs it and drops it. Loading therefore needs the model's memory plus one
-   tensor, and reads only what the rank keeps. NaN or an infinity in a tensor raises a ModelError.
+   tensor, and reads only what the rank keeps. Within `Weights.read_ahead`, the system reads what
+   comes next (read_ahead.py). NaN or an infinity in a tensor raises a ModelError.
 
 A quantised matrix is one entry here, with its own name and shape (stored.py). `read` converts the
 part to float32, so no backend sees the checkpoint's quantisation. A tensor in a GGUF file is an
