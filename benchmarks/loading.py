@@ -73,13 +73,14 @@ def drop(files: Sequence[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read(files: Sequence[Path]) -> None:
-    """Read files from front to back, into one buffer."""
-    block = bytearray(BLOCK)
+def read(files: Sequence[Path]) -> int:
+    """Read files from front to back, into one buffer; return the bytes."""
+    block, done = bytearray(BLOCK), 0
     for file in files:
         with file.open("rb", buffering=0) as opened:
-            while opened.readinto(block):
-                pass
+            while count := opened.readinto(block):
+                done += count
+    return done
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
