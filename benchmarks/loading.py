@@ -126,7 +126,7 @@ def main() -> None:
                 result = json.loads(done.stdout)
                 rows.setdefault((folder, how), []).append({"read": plain} | result["phases"])
                 memory[folder] = result["peak"], result["rest"]
-    print("| | read | imports | config | load | warm-up | load / read | CPU s of load |")
+    print("| | read | imports | config | load | warm-up | rate / read | CPU s of load |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for (folder, how), rounds in rows.items():
         names = list(rounds[0])

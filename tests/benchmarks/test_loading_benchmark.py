@@ -21,7 +21,7 @@ def test_a_round_has_a_row_for_cold_and_warm(tmp_path: Path) -> None:
     title, header, _, cold, warm, memory = done.stdout.splitlines()
     assert title.endswith("MiB, 1 threads")
     assert header.split(" | ")[1:] == [
-        *("read", "imports", "config", "load", "warm-up", "load / read", "CPU s of load |")
+        *("read", "imports", "config", "load", "warm-up", "rate / read", "CPU s of load |")
     ]
     assert [row.split()[1] for row in (cold, warm)] == ["cold", "warm"]
     assert [row.count("|") for row in (cold, warm)] == [header.count("|")] * 2
