@@ -27,6 +27,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """Subtract the mean, then normalize as `rms_norm`, and add bias (Ba et al. 2016): float32."""
+    x = x.float()
+    out = rms_norm(x - x.mean(dim=-1, keepdim=True), weight, eps)
+    return out if bias is None else out + bias.float()
+
+
 def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     """Apply rotary positions (Su et al. 2021), in Hugging Face's half-split layout.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.kernels.cpu import native
 from weft.kernels.cpu.attention import AttentionPlan
-from weft.kernels.cpu.linear import NativeLinear, RMSNorm, check_rows
+from weft.kernels.cpu.linear import NativeLinear, Norm, check_rows
 from weft.kernels.cpu.rope import HeadNorms, Rotation
 
 
@@ -36,7 +36,7 @@ class NativeAttention:
         self,
         qkv: NativeLinear,
         o: NativeLinear,
-        norm: RMSNorm,
+        norm: Norm,
         head_norms: HeadNorms | None,
         *,
         heads: int,
@@ -51,14 +51,13 @@ class NativeAttention:
         self.layer = native.AttentionLayer(
             qkv=pointer(qkv.matrix),
             o=pointer(o.matrix),
-            norm=norm.weight.data_ptr(),
+            norm=norm.native,
             q_norm=None if head_norms is None else head_norms.q.data_ptr(),
             k_norm=None if head_norms is None else head_norms.k.data_ptr(),
             heads=heads,
             kv_heads=kv_heads,
             dim=head_dim,
             window=sliding_window or 0,
-            eps=norm.eps,
             head_eps=0.0 if head_norms is None else head_norms.eps,
             scale=scale,
         )
@@ -81,25 +80,31 @@ class NativeAttention:
 
 
 class NativeMlp:
-    """x + down(gate_up(norm(x))), where gate_up is gated."""
+    """residual + down(gate_up(norm(x))), where gate_up is gated.
 
-    def __init__(self, gate_up: NativeLinear, down: NativeLinear, norm: RMSNorm) -> None:
+    With `is_parallel`, x is the attention's input; else both are the attention's result.
+    """
+
+    def __init__(
+        self, gate_up: NativeLinear, down: NativeLinear, norm: Norm, *, is_parallel: bool = False
+    ) -> None:
         self._kept = gate_up, down, norm
         self._hidden = gate_up.in_features
         self.layer = native.MlpLayer(
             gate_up=pointer(gate_up.matrix),
             down=pointer(down.matrix),
-            norm=norm.weight.data_ptr(),
-            eps=norm.eps,
+            norm=norm.native,
+            parallel=is_parallel,
         )
         self._call = native.kernels().weft_mlp
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """bfloat16 [T, hidden] -> [T, hidden]."""
-        x = x.contiguous()
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """bfloat16 [T, hidden] each -> [T, hidden]."""
+        x, residual = x.contiguous(), residual.contiguous()
         check_rows("x", x, (len(x), self._hidden))
+        check_rows("residual", residual, (len(x), self._hidden))
         out = torch.empty_like(x)
-        self._call(byref(self.layer), x.data_ptr(), len(x), out.data_ptr())
+        self._call(byref(self.layer), x.data_ptr(), residual.data_ptr(), len(x), out.data_ptr())
         return out
 
 

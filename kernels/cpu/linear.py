@@ -6,7 +6,7 @@ of the time. Here a weight is reordered once, when the model is loaded. `make_li
 class:
 
 - NativeLinear: bfloat16, or int8 or int4 weights with bfloat16 activations, where csrc/linear.cpp
-  was compiled. The call includes RMSNorm before the product, and a gate or residual after it.
+  was compiled. The call includes a norm before the product, and a gate or residual after it.
   bfloat16 weights are compressed to 12 bits a number, without loss, so fewer bytes are read.
 - PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that torch.compile's
   freezing pass emits (torch/_inductor/fx_passes/mkldnn_fusion.py). At one row it runs at memory
@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, rms_norm, silu
+from torch.nn.functional import layer_norm, linear, pad, rms_norm, silu
 
 from weft.kernels.cpu import native
 
@@ -62,24 +62,54 @@ def whole(weight: Weight) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
-class RMSNorm:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), in float32 inside."""
+class Norm:
+    """A norm over the last dimension, in float32 inside.
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    It is RMSNorm, x / rms(x) * weight (Zhang and Sennrich 2019). A centered one is layer norm: it
+    subtracts the mean first, and adds a bias last (Ba et al. 2016).
+
+    Args:
+        weight: [K].
+        eps: added to the mean square.
+        is_centered: whether it is layer norm.
+        bias: [K], of a layer norm, if it has one.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        eps: float,
+        *,
+        is_centered: bool = False,
+        bias: Tensor | None = None,
+    ) -> None:
         # Cloned, because a small view would keep the whole file mapped.
         self.weight = weight.clone()
-        self.eps = eps
+        self.bias = None if bias is None else bias.clone()
+        self.eps, self._is_centered = eps, is_centered
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, K]."""
+        if self._is_centered:
+            return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    @property
+    def native(self) -> native.Norm:
+        """The norm's addresses, for bfloat16 weights; the norm must outlive them."""
+        return native.Norm(
+            weight=self.weight.data_ptr(),
+            bias=native.address(self.bias),
+            eps=self.eps,
+            centered=self._is_centered,
+        )
 
 
 class Linear(Protocol):
     """A dense layer, together with the operations right before and after it."""
 
     def __call__(
-        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
+        self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """Compute residual + f(norm(x) @ weight.T + bias): [T, K] -> [T, N], for any T from 0.
 
@@ -99,7 +129,7 @@ class TorchLinear(ABC):
         """Compute x @ weight.T + bias."""
 
     def __call__(
-        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
+        self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
         out = self.product(x if norm is None else norm(x))
         if self._gated:
@@ -237,7 +267,7 @@ class NativeLinear:
         return True
 
     def __call__(
-        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None
+        self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """[T, K] -> [T, N]; x and residual are bfloat16.
 
@@ -321,13 +351,11 @@ def check_rows(name: str, rows: Tensor, shape: tuple[int, int]) -> None:
         )
 
 
-def native_rows(x: Tensor, norm: RMSNorm | None) -> native.Rows:
+def native_rows(x: Tensor, norm: Norm | None) -> native.Rows:
     """Describe the rows of x [T, K], each contiguous; x must outlive the result."""
     if norm is None:
         return native.Rows(data=x.data_ptr(), stride=x.stride(0))
-    return native.Rows(
-        data=x.data_ptr(), stride=x.stride(0), norm=norm.weight.data_ptr(), eps=norm.eps
-    )
+    return native.Rows(data=x.data_ptr(), stride=x.stride(0), norm=norm.native)
 
 
 def _panels(numbers: Tensor, gated: bool) -> Tensor:

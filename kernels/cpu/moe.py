@@ -30,7 +30,7 @@ from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import (
     Linear,
     NativeLinear,
-    RMSNorm,
+    Norm,
     Weight,
     make_linear,
     native_rows,
@@ -145,7 +145,7 @@ class PackedExperts:
         expert_ids: Tensor,
         expert_weights: Tensor,
         *,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Run every token through its experts.

@@ -31,7 +31,7 @@ BUILD = "_native" if torch.cpu._is_avx512_bf16_supported() else "_native_avx2"
 FILE = Path(__file__).with_name(f"{BUILD}{sysconfig.get_config_var('EXT_SUFFIX')}")
 """The library, if it was built."""
 
-VERSION = 4
+VERSION = 5
 """The version both sides must have; csrc/weft.h."""
 
 COLUMNS = 32
@@ -83,6 +83,17 @@ class Matrix(Structure):
     )
 
 
+class Norm(Structure):
+    """A norm of a product's input; csrc/weft.h."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("eps", c_float),
+        ("centered", c_int32),
+    )
+
+
 class Rows(Structure):
     """A product's input rows; csrc/weft.h."""
 
@@ -90,8 +101,7 @@ class Rows(Structure):
         ("data", c_void_p),
         ("stride", c_int64),
         ("index", c_void_p),
-        ("norm", c_void_p),
-        ("eps", c_float),
+        ("norm", Norm),
     )
 
 
@@ -162,14 +172,13 @@ class AttentionLayer(Structure):
     _fields_ = (
         ("qkv", POINTER(Matrix)),
         ("o", POINTER(Matrix)),
-        ("norm", c_void_p),
+        ("norm", Norm),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
         ("window", c_int64),
-        ("eps", c_float),
         ("head_eps", c_float),
         ("scale", c_float),
     )
@@ -181,8 +190,8 @@ class MlpLayer(Structure):
     _fields_ = (
         ("gate_up", POINTER(Matrix)),
         ("down", POINTER(Matrix)),
-        ("norm", c_void_p),
-        ("eps", c_float),
+        ("norm", Norm),
+        ("parallel", c_int32),
     )
 
 
@@ -201,7 +210,7 @@ _SIGNATURES = {
         *(POINTER(AttentionLayer), POINTER(Batch), c_void_p, c_void_p, c_void_p),
         *(c_void_p, c_void_p, c_void_p),
     ),
-    "weft_mlp": (POINTER(MlpLayer), c_void_p, c_int64, c_void_p),
+    "weft_mlp": (POINTER(MlpLayer), c_void_p, c_void_p, c_int64, c_void_p),
     "weft_layers": (
         *(POINTER(AttentionLayer), POINTER(MlpLayer), c_int64, POINTER(Batch)),
         *(c_void_p, c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_void_p), c_void_p),

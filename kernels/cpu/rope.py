@@ -55,11 +55,30 @@ class Rotation(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms for each query head and each key head (Qwen3); weights [D]."""
+    """RMSNorms for each query head and each key head (Qwen3), or layer norms if centered.
+
+    Weights are [D], or each head's: [H, D] and [Hk, D] (Command R+).
+    """
 
     q: Tensor
     k: Tensor
     eps: float
+    is_centered: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """True for RMSNorms whose weights all heads share."""
+        return self.q.dim() == 1 and not self.is_centered
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalize heads, [T, H, D] to the same shape, with one of the weights."""
+        if self.is_plain:
+            return rms_norm(x, weight.shape, weight, self.eps)
+        wide = x.float()
+        if self.is_centered:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * weight.float()).to(x.dtype)
 
 
 def rotate_into_cache(
@@ -89,6 +108,11 @@ def rotate_into_cache(
     _, kv_heads, block_size, dim = keys.shape
     tokens = len(qkv)
     by_head = qkv.view(tokens, heads + 2 * kv_heads, dim)
+    q, k, v = by_head.tensor_split((heads, heads + kv_heads), dim=1)
+    if norms is not None and not norms.is_plain:
+        q.copy_(norms(q, norms.q))
+        k.copy_(norms(k, norms.k))
+        norms = None
     if (
         plan.world_size == 1
         and native.supports(qkv.dtype)
@@ -115,11 +139,9 @@ def rotate_into_cache(
                 )
             )
         )
-        return by_head[:, :heads]
-    q, k, v = by_head.tensor_split((heads, heads + kv_heads), dim=1)
+        return q
     if norms is not None:
-        q = rms_norm(q, (dim,), norms.q, norms.eps)
-        k = rms_norm(k, (dim,), norms.k, norms.eps)
+        q, k = norms(q, norms.q), norms(k, norms.k)
     write_kv(rotate(k, rotation), v, keys, values, plan)
     return rotate(q, rotation)
 

@@ -111,7 +111,7 @@ class Weights:
         self._progress = progress
 
     def read(self, weight: WeightSpec) -> Tensor:
-        """Read this rank's part of a weight without experts.
+        """Read this rank's part of a weight without experts. A tensor for each head is stacked.
 
         It has the checkpoint's dtype; a quantised or scaled weight is float32. The result may be a
         view of the mapped file: do not write to it.
@@ -119,6 +119,8 @@ class Weights:
         Raises:
             ModelError: the part holds NaN or an infinity, or its scales are wrong.
         """
+        if weight.is_stack:
+            return torch.stack(list(self.read_each(weight)))
         (tensor,) = self.read_each(weight)
         return tensor
 
@@ -139,7 +141,9 @@ class Weights:
             _check_finite(tensor, entry)
             if part.transposed:
                 tensor = tensor.mT
-            if order := weight.head_order:
+            if (order := weight.head_order) and weight.axes[-1] == "head_dim":
+                tensor = tensor[..., list(order)]
+            elif order:
                 heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
                 tensor = heads[:, list(order)].flatten(0, 1)
             if weight.scale != 1.0:
@@ -232,14 +236,14 @@ class Weights:
     def _to_read(self, weight: WeightSpec) -> Iterator[_Part]:
         """Yield each tensor's part for this rank. Several parts may be in one tensor."""
         place, part = self._places[weight.name], self.parts(weight)
-        if weight.has_experts:
+        if weight.is_stack:
             experts, part = range(part[0].start, part[0].stop), part[1:]
         else:
             experts = range(1)
         size = math.prod(axis.stop - axis.start for axis in part)
         if place.transposed:
             part = (*part[:-2], part[-1], part[-2])
-        in_stack = weight.has_experts and not place.is_per_expert
+        in_stack = weight.is_stack and not place.is_per_expert
         more = len(place.shape) - len(part)  # axes before the weight's: experts, or one of length 1
         if start := place.start[more:]:
             part = tuple(slice(a.start + s, a.stop + s) for a, s in zip(part, start, strict=True))

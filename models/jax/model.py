@@ -27,7 +27,7 @@ from weft.models.jax.collectives import (
 from weft.models.jax.experts import dense, gated, run_experts
 from weft.models.jax.kernels import Shape
 from weft.models.jax.mesh import TENSOR
-from weft.models.jax.parameters import Attention, Mlp, Moe, Params
+from weft.models.jax.parameters import Attention, Mlp, Moe, Norm, Params
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 
 Cache = tuple[jax.Array, ...]
@@ -84,14 +84,18 @@ def forward(
         update, pages = _attend(
             spec, layer, own.attention, shape, x, turns[layer.attention.rope], pages, plan
         )
-        x = _add(x, _norm(layer.attention_output_norm, own.attention_output_norm, update))
-        normed = _norm(layer.feed_forward_norm, own.feed_forward.norm, x)
+        stream = _add(x, normalize(layer.attention_output_norm, own.attention_output_norm, update))
+        if layer.is_parallel:
+            normed = normalize(layer.attention_norm, own.attention.norm, x)  # XLA reuses it
+        else:
+            normed = normalize(layer.feed_forward_norm, own.feed_forward.norm, stream)
         if isinstance(own.feed_forward, Moe):
             assert isinstance(layer.feed_forward, MoeSpec)
             update = run_experts(layer.feed_forward, own.feed_forward, shape, normed)
         else:
             update = _feed_forward(own.feed_forward, shape, normed)
-        x = _add(x, _norm(layer.feed_forward_output_norm, own.feed_forward_output_norm, update))
+        update = normalize(layer.feed_forward_output_norm, own.feed_forward_output_norm, update)
+        x = _add(stream, update)
         new_cache.append(pages)
     logits = head(spec, vocab_size, params, _rows(x, batch.rows, sharded=shape.sharded))
     return logits, x, tuple(new_cache)
@@ -110,7 +114,7 @@ def head(spec: ModelSpec, vocab_size: int, params: Params, x: jax.Array) -> jax.
     """[S, hidden] -> logits for this device's tokens, [S, vocab / devices], in x's dtype."""
     table = params.embedding if params.lm_head is None else params.lm_head
     logits = lax.dot_general(
-        *(rms_norm(x, params.norm, spec.norm.eps), table),
+        *(normalize(spec.norm, params.norm, x), table),
         (((1,), (1,)), ((), ())),
         precision=precision(x),
         preferred_element_type=jnp.float32,
@@ -119,11 +123,21 @@ def head(spec: ModelSpec, vocab_size: int, params: Params, x: jax.Array) -> jax.
     return jnp.where(word < vocab_size, logits, -jnp.inf)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Normalize over the last axis, in float32 (Zhang and Sennrich 2019)."""
+def normalize(spec: NormSpec | None, own: Norm | None, x: jax.Array) -> jax.Array:
+    """Apply a norm over the last axis, in float32, if there is one; see NormSpec."""
+    if spec is None or own is None:
+        return x
     wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(eps))
-    return wide.astype(x.dtype) * weight
+    if spec.is_centered:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.float32(spec.eps))
+    if not spec.is_centered:
+        return wide.astype(x.dtype) * own.weight
+    # As torch, layer norm rounds once.
+    wide = wide * own.weight.astype(jnp.float32)
+    if own.bias is not None:
+        wide = wide + own.bias.astype(jnp.float32)
+    return wide.astype(x.dtype)
 
 
 class Turn(NamedTuple):
@@ -181,17 +195,17 @@ def _attend(
     """Return attention(norm(x)), and the layer's cache with the new keys and values."""
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     attention = layer.attention
-    qkv = block_input(_norm(layer.attention_norm, own.norm, x), *own.qkv, shape)
+    qkv = block_input(normalize(layer.attention_norm, own.norm, x), *own.qkv, shape)
     qkv = qkv.reshape(-1, heads + 2 * kv_heads, dim)
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if attention.norms_after_rope:
         q, k = rotate(q, turn), rotate(k, turn)
     if q_norm is not None and k_norm is not None:
-        if q_norm.spans_heads:
-            q, k = _norm_heads((q, k), (own.q_norm, own.k_norm), q_norm.eps)
+        if q_norm.spans_heads and own.q_norm is not None and own.k_norm is not None:
+            q, k = _norm_heads((q, k), (own.q_norm.weight, own.k_norm.weight), q_norm.eps)
         else:
-            q, k = rms_norm(q, own.q_norm, q_norm.eps), rms_norm(k, own.k_norm, k_norm.eps)
+            q, k = normalize(q_norm, own.q_norm, q), normalize(k_norm, own.k_norm, k)
     if not attention.norms_after_rope:
         q, k = rotate(q, turn), rotate(k, turn)
     if turn.query_scale is not None:
@@ -220,11 +234,6 @@ def _norm_heads(
         (x * scale).astype(part.dtype) * weight.reshape(1, *part.shape[1:])
         for x, scale, part, weight in zip(wide, scales, parts, weights, strict=True)
     ]
-
-
-def _norm(spec: NormSpec | None, weight: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Apply a norm of the residual stream or of a block's output, if there is one."""
-    return x if spec is None or weight is None else rms_norm(x, weight, spec.eps)
 
 
 def _feed_forward(own: Mlp, shape: Shape, x: jax.Array) -> jax.Array:

@@ -49,23 +49,31 @@ class Linear(NamedTuple):
     bias: Any
 
 
+class Norm(NamedTuple):
+    """Weight; bias, or None. See NormSpec."""
+
+    weight: Any
+    bias: Any
+
+
 class Attention(NamedTuple):
     """Norm [hidden] or None; qkv [hidden, (H + 2 Hk) D] and o on each device.
 
-    The norms of queries and keys are [head_dim], [H D] and [Hk D] on each device, or None.
+    The norms of queries and keys are [head_dim], [H, D] and [Hk, D], or [H D] and [Hk D] on each
+    device, or None.
     """
 
-    norm: Any
+    norm: Norm | None
     qkv: Linear
     o: Linear
-    q_norm: Any
-    k_norm: Any
+    q_norm: Norm | None
+    k_norm: Norm | None
 
 
 class Mlp(NamedTuple):
     """Norm [hidden] or None; on each device, gate_up [hidden, 2 x width] and down."""
 
-    norm: Any
+    norm: Norm | None
     gate_up: Linear
     down: Linear
 
@@ -77,7 +85,7 @@ class Moe(NamedTuple):
     its gate [hidden, 1] may be None.
     """
 
-    norm: Any
+    norm: Norm | None
     router: Any
     bias: Any
     gate: Any
@@ -91,9 +99,9 @@ class Layer(NamedTuple):
     """One layer; the norms of its blocks' outputs are [hidden], or None."""
 
     attention: Attention
-    attention_output_norm: Any
+    attention_output_norm: Norm | None
     feed_forward: Mlp | Moe
-    feed_forward_output_norm: Any
+    feed_forward_output_norm: Norm | None
 
 
 class Params(NamedTuple):
@@ -101,7 +109,7 @@ class Params(NamedTuple):
 
     embedding: Any
     layers: tuple[Layer, ...]
-    norm: Any
+    norm: Norm
     lm_head: Any
 
 
@@ -135,11 +143,11 @@ def describe(spec: ModelSpec, layout: Layout) -> Params:
         layers=tuple(
             Layer(
                 attention=_attention(layer.attention_norm, layer.attention, own.attention),
-                attention_output_norm=_norm(layer.attention_output_norm),
+                attention_output_norm=_norm_if_any(layer.attention_output_norm),
                 feed_forward=_moe(layer.feed_forward_norm, layer.feed_forward, own.feed_forward)
                 if isinstance(layer.feed_forward, MoeSpec)
                 else _mlp(layer.feed_forward_norm, layer.feed_forward, own.feed_forward),
-                feed_forward_output_norm=_norm(layer.feed_forward_output_norm),
+                feed_forward_output_norm=_norm_if_any(layer.feed_forward_output_norm),
             )
             for layer, own in zip(spec.layers, local.layers, strict=True)
         ),
@@ -234,9 +242,13 @@ def _numpy(x: Tensor) -> Part:
     return np.array(x.numpy())
 
 
-def _norm(norm: NormSpec | None) -> Parameter | None:
-    """Describe a norm, which every device has; None if there is none."""
-    return None if norm is None else _vector(norm.weight)
+def _norm(norm: NormSpec) -> Norm:
+    """Describe a norm, which every device has."""
+    return Norm(_vector(norm.weight), None if norm.bias is None else _vector(norm.bias))
+
+
+def _norm_if_any(norm: NormSpec | None) -> Norm | None:
+    return None if norm is None else _norm(norm)
 
 
 def _vector(weight: WeightSpec) -> Parameter:
@@ -281,18 +293,19 @@ def _linear(linears: Sequence[LinearSpec], own: Sequence[LinearSpec]) -> Linear:
 def _attention(norm: NormSpec | None, spec: AttentionSpec, own: AttentionSpec) -> Attention:
     heads, _ = partition(spec.q.weight)
 
-    def head_norm(whole: NormSpec | None, part: NormSpec | None) -> Parameter | None:
-        if whole is None or part is None or not whole.spans_heads:
-            return _norm(whole)
+    def head_norm(whole: NormSpec | None, part: NormSpec | None) -> Norm | None:
+        if whole is None or part is None or not (whole.spans_heads or whole.is_by_head):
+            return _norm_if_any(whole)
         weight = whole.weight  # cut like the queries, also if devices have the same KV heads
-        return Parameter(
+        own = Parameter(
             part.weight.shape,
             PartitionSpec(heads),
             lambda source, kind: source.read(weight).to(kind),
         )
+        return Norm(own, None)
 
     return Attention(
-        norm=_norm(norm),
+        norm=_norm_if_any(norm),
         qkv=_linear((spec.q, spec.k, spec.v), (own.q, own.k, own.v)),
         o=_linear((spec.o,), (own.o,)),
         q_norm=head_norm(spec.q_norm, own.q_norm),
@@ -303,7 +316,7 @@ def _attention(norm: NormSpec | None, spec: AttentionSpec, own: AttentionSpec) -
 def _mlp(norm: NormSpec | None, spec: MlpSpec, own: MlpSpec | MoeSpec | None) -> Mlp:
     assert isinstance(own, MlpSpec)
     return Mlp(
-        norm=_norm(norm),
+        norm=_norm_if_any(norm),
         gate_up=_linear((spec.gate, spec.up), (own.gate, own.up)),
         down=_linear((spec.down,), (own.down,)),
     )
@@ -331,7 +344,7 @@ def _moe(norm: NormSpec | None, spec: MoeSpec, own: MlpSpec | MoeSpec) -> Moe:
     expert_axis, width_axis, hidden_axis = partition(spec.gate)
     inward = PartitionSpec(expert_axis, hidden_axis, width_axis)
     return Moe(
-        norm=_norm(norm),
+        norm=_norm_if_any(norm),
         router=turned(spec.router.weight),
         bias=None if spec.router.bias is None else _vector(spec.router.bias),
         gate=Parameter((experts, hidden, width), inward, each(spec.gate)),

@@ -30,12 +30,12 @@ from weft.models.jax import sampler
 from weft.models.jax.buckets import Bucket
 from weft.models.jax.kernels import Choice, Shape, choose_kernels, interpreting_on_cpu
 from weft.models.jax.mesh import REPLICATED, TENSOR, described, slice_of
-from weft.models.jax.model import Batch, Cache, forward, head, rms_norm
-from weft.models.jax.parameters import DTYPES, Params, cuts, describe, shapes
+from weft.models.jax.model import Batch, Cache, forward, head, normalize
+from weft.models.jax.parameters import DTYPES, Norm, Params, cuts, describe, shapes
 from weft.models.jax.sampler import MASKS, Rows, Sampled, Scores, State
 from weft.models.plan.switches import Torus
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import ModelSpec
+from weft.models.spec.spec import ModelSpec, NormSpec
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class Program:
 
     def _compile_pool(self, tokens: int, sharded: bool) -> Any:
         owner = described(self._mesh, (tokens,), jnp.int32)
-        run = partial(_pool, self._spec.norm.eps, self.sums(tokens))
+        run = partial(_pool, self._spec.norm, self.sums(tokens))
         jitted = jax.jit(run, out_shardings=NamedSharding(self._mesh, REPLICATED))
         return jitted.lower(self.params.norm, self._hidden(tokens, sharded), owner).compile()
 
@@ -342,6 +342,6 @@ def _pick(hidden: jax.Array, index: jax.Array) -> jax.Array:
     return hidden[index]
 
 
-def _pool(eps: float, sums: int, norm: jax.Array, hidden: jax.Array, owner: jax.Array) -> jax.Array:
-    states = rms_norm(hidden, norm, eps).astype(jnp.float32)
+def _pool(spec: NormSpec, sums: int, norm: Norm, hidden: jax.Array, owner: jax.Array) -> jax.Array:
+    states = normalize(spec, norm, hidden).astype(jnp.float32)
     return jax.ops.segment_sum(states, owner, num_segments=sums)  # drops owners beyond `sums`

@@ -102,7 +102,8 @@ def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
     scores = min(max(scores, q // kv * keys), tokens * heads * keys)
     gathered = max(min(MAX_TILE_ELEMENTS, step.max_num_seqs * keys * kv), keys * kv)
     attention = tokens * (4 * q + 4 * kv) * item  # projection, rotated, result
-    if _has_wide_norms(spec):  # in float32 twice, and the projection again
+    if _has_wide_norms(spec) or _has_norms_by_head(spec):
+        # In float32 twice, and the projection again.
         attention += tokens * (q + kv) * (4 + 4 + 2 * item)
     attention += scores * (4 + 4 + item)  # scores, softmax, in the type of the values
     attention += gathered * (item + 4 + item)  # keys, in float32, values
@@ -171,6 +172,12 @@ def triton_activations(
 def _has_wide_norms(spec: ModelSpec) -> bool:
     """Return whether a layer has norms over all heads."""
     return any(layer.attention.norms_span_heads for layer in spec.layers)
+
+
+def _has_norms_by_head(spec: ModelSpec) -> bool:
+    """Return whether a layer has norms of queries with weights for each head."""
+    norms = (layer.attention.q_norm for layer in spec.layers)
+    return any(norm is not None and norm.is_by_head for norm in norms)
 
 
 def _shared_width(moe: MoeSpec) -> int:

@@ -146,7 +146,8 @@ def _decoder(fields: Fields, family: Family, context: int) -> Decoder:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        eps=fields.number(family.norms.eps_field, family.norm_eps),
+        norms=family.norms,
         rope=read_rope(fields, head_dim, context, family.rope, "full_attention"),
         sliding_rope=read_rope(fields, head_dim, context, family.rope, "sliding_attention"),
     )

@@ -31,7 +31,6 @@ READ = frozenset(
         "num_key_value_heads",
         "original_max_position_embeddings",
         "quantization_config",
-        "rms_norm_eps",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -78,11 +77,30 @@ _OLMOE = frozenset(
 )
 _QWEN2 = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
 
-READ_BY: dict[str, frozenset[str]] = {
+_OWN: dict[str, frozenset[str]] = {
     "llama": frozenset({"attention_bias", "mlp_bias"}),
     "granite": _GRANITE | {"mlp_bias"},
     "granitemoe": _GRANITE | _GRANITE_MOE,
     "granitemoeshared": _GRANITE | _GRANITE_MOE | {"shared_intermediate_size"},
+    "cohere": frozenset({"attention_bias", "layer_norm_eps", "logit_scale", "use_qk_norm"}),
+    "cohere2": frozenset(
+        {
+            "attention_bias",
+            "layer_norm_eps",
+            "logit_scale",
+            "sliding_window",
+            "sliding_window_pattern",
+        }
+    ),
+    "stablelm": frozenset(
+        {
+            "layer_norm_eps",
+            "partial_rotary_factor",
+            "qk_layernorm",
+            "use_parallel_residual",
+            "use_qkv_bias",
+        }
+    ),
     "mistral": frozenset({"sliding_window"}),
     "mixtral": frozenset(
         {"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}
@@ -220,6 +238,11 @@ READ_BY: dict[str, frozenset[str]] = {
         }
     ),
 }
+
+READ_BY = {
+    model_type: own if "layer_norm_eps" in own else own | {"rms_norm_eps"}
+    for model_type, own in _OWN.items()
+}
 """Fields of some families: model_type -> fields. They come before the other tables."""
 
 READ_FOR_TEXT = frozenset(
@@ -280,6 +303,7 @@ ONLY_BY: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_bias": (False,),
         "use_rmsnorm": (True,),
     },
+    "cohere2": {"use_qk_norm": (False,)},
     "olmoe": {"clip_qkv": ()},
 }
 """The same for fields of one family. For Ling, the published code and vLLM agree on these values
@@ -328,6 +352,19 @@ HARMLESS_BY: dict[str, frozenset[str]] = {
             "output_dropout",
         }
     ),
+    "cohere2": frozenset(
+        {
+            "cache_implementation",
+            "layer_switch",
+            "order_of_interleaved_layers",
+            "position_embedding_type",
+            "rotary_pct",
+            "use_embedding_sharing",
+            "use_gated_activation",
+            "use_parallel_block",
+            "use_parallel_embedding",
+        }
+    ),
     "glm4_moe": frozenset({"num_mtp_layers", "num_nextn_predict_layers"}),
     "hunyuan_v1_dense": frozenset({"eod_token_id", "sep_token_id"}),
     "hunyuan_v1_moe": frozenset({"eod_token_id", "sep_token_id"}),
@@ -349,6 +386,7 @@ HARMLESS_BY: dict[str, frozenset[str]] = {
     "qwen2_moe": frozenset({"max_window_layers", "sliding_window"}),
     "qwen3_moe": frozenset({"max_window_layers"}),
     "seed_oss": frozenset({"residual_dropout"}),
+    "stablelm": frozenset({"hidden_dropout"}),
 }
 """Fields that released configs of a family have, and that transformers does not read there."""
 

@@ -34,7 +34,29 @@ None is no norm."""
 
 BEFORE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
 AFTER: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-"""The usual names: of the blocks' inputs, and of their outputs alone."""
+PARALLEL: Norms = ("input_layernorm", None, None, None)
+"""The usual names: of the blocks' inputs, of their outputs alone, and of both blocks' input."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormRules:
+    """The kind of a family's norms.
+
+    Attributes:
+        eps_field: the field with epsilon.
+        is_centered: as in NormSpec.
+        biased: whether those over the residual stream have a bias.
+    """
+
+    eps_field: str = "rms_norm_eps"
+    is_centered: bool = False
+    biased: bool = False
+
+
+RMS = NormRules()
+LAYER_NORM = NormRules("layer_norm_eps", is_centered=True)
+BIASED_LAYER_NORM = NormRules("layer_norm_eps", is_centered=True, biased=True)
+"""The kinds of norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +68,7 @@ class Decoder:
         layers: how many layers the model has.
         heads, kv_heads: how many query heads and key/value heads it has.
         eps: of all norms.
+        norms: the kind of all norms.
         rope: the rotary embedding of all layers, unless a layer says otherwise.
         sliding_rope: that of layers with a sliding window, in families where it may differ.
     """
@@ -58,6 +81,7 @@ class Decoder:
     kv_heads: int
     head_dim: int
     eps: float
+    norms: NormRules
     rope: RopeSpec
     sliding_rope: RopeSpec
 
@@ -68,8 +92,13 @@ class Decoder:
         return WeightSpec(name, shape, ("vocab", "hidden"), places)
 
     def norm(self, name: str) -> NormSpec:
-        """Describe an RMSNorm over the residual stream."""
-        return NormSpec(WeightSpec(f"{name}.weight", (self.hidden,), ("hidden",)), self.eps)
+        """Describe a norm over the residual stream."""
+        weight, bias = (
+            WeightSpec(f"{name}.{kind}", (self.hidden,), ("hidden",)) for kind in ("weight", "bias")
+        )
+        return NormSpec(
+            weight, self.eps, self.norms.is_centered, bias if self.norms.biased else None
+        )
 
     def layer(
         self,
@@ -77,6 +106,8 @@ class Decoder:
         attention: AttentionSpec,
         feed_forward: MlpSpec | MoeSpec,
         norms: Norms = BEFORE,
+        *,
+        is_parallel: bool = False,
     ) -> LayerSpec:
         """Describe layer i.
 
@@ -84,11 +115,14 @@ class Decoder:
             i: the layer's index.
             attention, feed_forward: its blocks.
             norms: the names of its norms.
+            is_parallel: as in LayerSpec.
         """
         before, after, before_second, after_second = (
             None if name is None else self.norm(f"model.layers.{i}.{name}") for name in norms
         )
-        return LayerSpec(before, attention, after, before_second, feed_forward, after_second)
+        return LayerSpec(
+            before, attention, after, before_second, feed_forward, after_second, is_parallel
+        )
 
     def attention(
         self,
@@ -96,7 +130,7 @@ class Decoder:
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
-        norm: Literal["none", "head", "heads", "rotated head"] = "none",
+        norm: Literal["none", "head", "each head", "heads", "rotated head"] = "none",
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         window: int | None = None,
         rope: RopeSpec | None = None,
@@ -109,9 +143,9 @@ class Decoder:
         Args:
             i: the layer's index.
             qkv_bias, o_bias: whether the projections have a bias.
-            norm: RMSNorm of queries and keys: none, of each head before or after its rotation, or
-                over all heads together.
-            norm_names: their names in the attention.
+            norm: the norm of queries and keys: none, of each head before or after its rotation, of
+                each head with its own weights, or over all heads together.
+            norm_names: their names in the attention; with `{expert}`, each head has a tensor.
             window: the sliding window's size; None for full attention.
             rope: this layer's rotary embedding; None for the model's.
             block: the attention's name in the layer.
@@ -128,12 +162,22 @@ class Decoder:
         v = _linear(f"{name}.v_proj", keys, hidden, qkv_bias)
         if fused is not None:
             q, k, v = _in_one_tensor(f"{name}.{fused}", q, k, v)
-        of_head: Size = (self.head_dim, "head_dim")
-        q_size, k_size = (queries, keys) if norm == "heads" else (of_head, of_head)
 
-        def head_norm(norm_name: str, size: Size) -> NormSpec | None:
-            weight = WeightSpec(f"{name}.{norm_name}.weight", size[:1], size[1:], head_order=order)
-            return None if norm == "none" else NormSpec(weight, self.eps)
+        def head_norm(norm_name: str, count: int, heads: Axis) -> NormSpec | None:
+            if norm == "none":
+                return None
+            full = f"{name}.{norm_name}.weight"
+            shape: tuple[int, ...] = (self.head_dim,)
+            axes: tuple[Axis, ...] = ("head_dim",)
+            if norm == "heads":
+                shape, axes = (count * self.head_dim,), (heads,)
+            elif norm == "each head":
+                shape, axes = (count, self.head_dim), (heads, "head_dim")
+            part = Place(full, shape)
+            if part.is_per_expert:
+                part = replace(part, shape=shape[1:])
+            weight = WeightSpec(full, shape, axes, (part,), head_order=order)
+            return NormSpec(weight, self.eps, self.norms.is_centered)
 
         return AttentionSpec(
             q=_ordered(q, order),
@@ -142,8 +186,8 @@ class Decoder:
             o=_linear(f"{name}.{output}", hidden, queries, o_bias),
             rope=rope,
             scale=self.head_dim**-0.5,
-            q_norm=head_norm(norm_names[0], q_size),
-            k_norm=head_norm(norm_names[1], k_size),
+            q_norm=head_norm(norm_names[0], self.heads, "q_heads"),
+            k_norm=head_norm(norm_names[1], self.kv_heads, "kv_heads"),
             norms_after_rope=norm == "rotated head",
             sliding_window=window,
         )

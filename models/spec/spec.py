@@ -4,9 +4,9 @@
 names in the checkpoint, and each dimension's logical axis. A parallel layout can therefore map
 axes to ranks without knowing any names.
 
-All described models are decoders with RMSNorm before or after attention and the feed-forward,
-rotary positions, and SiLU-gated MLPs or routed experts. Not described: encoders, cross attention,
-ALiBi, latent attention.
+All described models are decoders with norms before or after attention and the feed-forward, rotary
+positions, and SiLU-gated MLPs or routed experts. Not described: encoders, cross attention, ALiBi,
+latent attention.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class WeightSpec:
         axes: the logical axis for each dimension.
         places: where checkpoints may hold it, the usual place first; () is a tensor `name`.
         head_order: for each row of a head, its index in the checkpoint's heads; () if they have
-            the same order. The first axis then consists of heads.
+            the same order. The first axis then consists of heads, or the last is one head.
         in_float32: kept in float32, whatever the compute dtype is.
         scale: multiplies the checkpoint's numbers, in float32.
         stored: how the checkpoint quantises a product's weight; None if it does not.
@@ -130,6 +130,11 @@ class WeightSpec:
     def has_experts(self) -> bool:
         """True if the first axis is the layer's experts."""
         return self.axes[0] == "expert"
+
+    @property
+    def is_stack(self) -> bool:
+        """True if checkpoints may hold a tensor for each index of the first axis."""
+        return self.has_experts or any(place.is_per_expert for place in self.places)
 
     @property
     def known_places(self) -> tuple[Place, ...]:
@@ -172,20 +177,30 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMSNorm (Zhang and Sennrich 2019).
+    """RMSNorm (Zhang and Sennrich 2019), or layer norm (Ba et al. 2016), which subtracts the mean.
 
     Attributes:
-        weight: [hidden]; for queries and keys, [head_dim], or all heads: [heads x head_dim].
+        weight: [hidden]; for queries and keys, [head_dim], or each head's: [heads, head_dim], or of
+            all heads together: [heads x head_dim].
         eps: added to the mean square.
+        is_centered: the mean is subtracted first.
+        bias: added to the result, if any; like the weight.
     """
 
     weight: WeightSpec
     eps: float
+    is_centered: bool = False
+    bias: WeightSpec | None = None
 
     @property
     def spans_heads(self) -> bool:
         """True if the mean is taken over all heads together."""
-        return self.weight.axes[0] in ("q_heads", "kv_heads")
+        return self.weight.axes in (("q_heads",), ("kv_heads",))
+
+    @property
+    def is_by_head(self) -> bool:
+        """True if each head has its own weights."""
+        return len(self.weight.axes) == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +432,9 @@ class LayerSpec:
         attention: the first block.
         attention_output_norm, feed_forward_output_norm: of the block's output, if it has one.
         feed_forward: the second block.
+        is_parallel: both blocks read the first one's input, x += attention(norm(x)) + mlp(norm(x))
+            (Wang and Komatsuzaki 2021). The first norm is then the only one, and there are no
+            experts.
     """
 
     attention_norm: NormSpec | None
@@ -425,6 +443,7 @@ class LayerSpec:
     feed_forward_norm: NormSpec | None
     feed_forward: MlpSpec | MoeSpec
     feed_forward_output_norm: NormSpec | None
+    is_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +487,7 @@ class ModelSpec:
         for layer in self.layers:
             yield from _layer_weights(layer)
         if self.is_last:
-            yield self.norm.weight
+            yield from _norm_weights(self.norm)
         if self.is_last and self.lm_head is not None:
             yield self.lm_head
 
@@ -599,6 +618,8 @@ def _norm_weights(*norms: NormSpec | None) -> Iterator[WeightSpec]:
     for norm in norms:
         if norm is not None:
             yield norm.weight
+            if norm.bias is not None:
+                yield norm.bias
 
 
 def _moe_weights(feed_forward: MoeSpec) -> Iterator[WeightSpec]:

@@ -7,7 +7,8 @@ calibration text. Not done here: AWQ's search for smaller ranges (clipping).
 
 The division is folded into what makes the inputs, where that is exact:
 
-- a norm before queries, keys and values, or before a dense MLP's gate and up matrix: its weight
+- a norm before queries, keys and values, or before a dense MLP's gate and up matrix: its weight and
+  bias. In a parallel block, all five matrices share s
 - the values, before the output projection: their rows. Heads that share a KV head share s
 - the up matrix, before the down matrix: its rows; silu(gate) * up is linear in up. Experts, too
 
@@ -177,7 +178,8 @@ class _Folding:
 
     def of_layer(self, layer: LayerSpec) -> None:
         attention, block = layer.attention, layer.feed_forward
-        self._norm(layer.attention_norm, (attention.q, attention.k, attention.v))
+        also = (block.gate, block.up) if layer.is_parallel and isinstance(block, MlpSpec) else ()
+        self._norm(layer.attention_norm, (attention.q, attention.k, attention.v, *also))
         kv_heads, head_dim = self.model.num_kv_heads, self.model.head_dim
         shared = self.model.num_heads // kv_heads
 
@@ -214,6 +216,9 @@ class _Folding:
         scale = torch.where(divided == 0, 1.0, weight / divided.float())
         divided = torch.where(divided == 0, weight.to(dtype), divided)
         self.edits[stored.name].append(lambda _, tensor: divided)
+        if norm.bias is not None:
+            (stored,) = self.weights.sources(norm.bias)[1]
+            self.edits[stored.name].append(lambda _, tensor: (tensor.float() / scale).to(dtype))
         for linear in linears:
             self._columns(linear.weight, 0, scale)
 

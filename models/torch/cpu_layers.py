@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from weft.kernels.cpu import native
 from weft.kernels.cpu.attention import AttentionPlan, merge_parts, paged_attention
 from weft.kernels.cpu.layer import NativeAttention, NativeMlp
-from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm
+from weft.kernels.cpu.linear import Linear, NativeLinear, Norm
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
 from weft.kernels.cpu.rope import HeadNorms, rotate_into_cache
 from weft.models.spec.spec import (
@@ -33,6 +33,7 @@ from weft.models.spec.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    NormSpec,
     WeightSpec,
 )
 from weft.models.torch.angles import Turn
@@ -76,7 +77,7 @@ class Ending:
         group: the ranks.
     """
 
-    def __init__(self, norm: RMSNorm | None, group: Group) -> None:
+    def __init__(self, norm: Norm | None, group: Group) -> None:
         self._norm, self._group = norm, group
 
     @property
@@ -106,7 +107,7 @@ class Attention:
         self,
         model: ModelSpec,
         spec: AttentionSpec,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         ending: Ending,
         load: LayerLoader,
     ) -> None:
@@ -116,21 +117,21 @@ class Attention:
         self._heads = model.num_heads
         self._window, self._scale = spec.sliding_window, spec.scale
         self._norm, self._end = norm, ending
-        self._wide_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self._wide_norms: tuple[Norm, Norm] | None = None
         self._query_weight: Tensor | None = None
         self._head_norms = None
         if spec.q_norm is not None and spec.k_norm is not None:
             q_norm, k_norm = (load(one.weight).clone() for one in (spec.q_norm, spec.k_norm))
             eps = spec.q_norm.eps
             if spec.norms_span_heads:
-                self._wide_norms = RMSNorm(q_norm, eps), RMSNorm(k_norm, eps)
+                self._wide_norms = Norm(q_norm, eps), Norm(k_norm, eps)
             elif spec.norms_after_rope:
                 # A rotation keeps the mean square, and scores need only the weights' product.
                 self._query_weight = q_norm * k_norm
                 ones = torch.ones_like(q_norm)
                 self._head_norms = HeadNorms(ones, ones, eps)
             else:
-                self._head_norms = HeadNorms(q_norm, k_norm, eps)
+                self._head_norms = HeadNorms(q_norm, k_norm, eps, spec.q_norm.is_centered)
         self._qkv = qkv = fuse((spec.q, spec.k, spec.v), load)
         self._o = o = fuse((spec.o,), load, biased=group.is_first)
         heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
@@ -141,6 +142,7 @@ class Attention:
             and norm is not None
             and self._wide_norms is None
             and self._query_weight is None
+            and (self._head_norms is None or self._head_norms.is_plain)
             and not spec.rope.query_beta
             and isinstance(qkv, NativeLinear)
             and isinstance(o, NativeLinear)
@@ -177,7 +179,7 @@ class Attention:
         out = self._attend(q, keys, values, plan)
         return self._end(self._o(out.view(len(x), -1), residual=self._end.residual(x)), x)
 
-    def _norm_wide(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+    def _norm_wide(self, qkv: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
         """Norm queries and keys over all ranks' heads, [T, (H + 2 Hk) * D] to the same shape."""
         q, k, v = torch.split(qkv, self._widths, dim=1)
         means = torch.stack([part.float().square().mean(dim=1) for part in (q, k)], dim=1)
@@ -207,10 +209,19 @@ class Attention:
 
 
 class Mlp:
-    """x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matrix (Shazeer 2020)."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matrix (Shazeer 2020).
+
+    With `is_parallel`, it is added to another residual stream than its input.
+    """
 
     def __init__(
-        self, spec: MlpSpec, norm: RMSNorm | None, ending: Ending, load: LayerLoader
+        self,
+        spec: MlpSpec,
+        norm: Norm | None,
+        ending: Ending,
+        load: LayerLoader,
+        *,
+        is_parallel: bool = False,
     ) -> None:
         group = load.groups.tensor
         self._norm, self._end = norm, ending
@@ -223,13 +234,13 @@ class Mlp:
             and isinstance(gate_up, NativeLinear)
             and isinstance(down, NativeLinear)
         ):
-            self.native = NativeMlp(gate_up, down, norm)
+            self.native = NativeMlp(gate_up, down, norm, is_parallel=is_parallel)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+    def __call__(self, x: Tensor, stream: Tensor) -> Tensor:
+        """Add the result for x to the residual stream, [T, hidden] each."""
         if self.native is not None:
-            return self.native(x)
-        return self._end(self.part(x, self._end.residual(x)), x)
+            return self.native(x, stream)
+        return self._end(self.part(x, self._end.residual(stream)), stream)
 
     def part(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Compute this rank's part of the sum over ranks, [T, hidden], and add the residual."""
@@ -243,9 +254,7 @@ class Moe:
     all groups' tokens.
     """
 
-    def __init__(
-        self, spec: MoeSpec, norm: RMSNorm | None, ending: Ending, load: LayerLoader
-    ) -> None:
+    def __init__(self, spec: MoeSpec, norm: Norm | None, ending: Ending, load: LayerLoader) -> None:
         self._data = load.groups.data
         self._norm, self._end = norm, ending
         self._routing, router = spec.router, load(spec.router.weight)
@@ -318,3 +327,9 @@ def fuse(
     weights = [load(linear.weight) for linear in linears]
     biases = [load(linear.bias) for linear in linears if biased and linear.bias is not None]
     return load.make(weights, torch.cat(biases) if biases else None, gated=gated)
+
+
+def load_norm(spec: NormSpec, load: LayerLoader) -> Norm:
+    """Load a norm over the residual stream."""
+    bias = None if spec.bias is None else load(spec.bias)
+    return Norm(load(spec.weight), spec.eps, is_centered=spec.is_centered, bias=bias)

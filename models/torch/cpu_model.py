@@ -20,7 +20,7 @@ from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
 from weft.kernels.cpu.linear import (
     Linear,
     NativeLinear,
-    RMSNorm,
+    Norm,
     Weight,
     can_pack,
     make_linear,
@@ -30,7 +30,15 @@ from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec, WeightSpec
 from weft.models.torch.angles import Angles, Turn
-from weft.models.torch.cpu_layers import Attention, Ending, LayerCache, LayerLoader, Mlp, Moe
+from weft.models.torch.cpu_layers import (
+    Attention,
+    Ending,
+    LayerCache,
+    LayerLoader,
+    Mlp,
+    Moe,
+    load_norm,
+)
 from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
 
@@ -45,16 +53,18 @@ class Layer:
         self.rope = spec.attention.rope
         group = load.groups.tensor
 
-        def norm(described: NormSpec | None) -> RMSNorm | None:
-            return None if described is None else RMSNorm(load(described.weight), described.eps)
+        def norm(described: NormSpec | None) -> Norm | None:
+            return None if described is None else load_norm(described, load)
 
         before, after = norm(spec.attention_norm), norm(spec.attention_output_norm)
         self._attention = Attention(model, spec.attention, before, Ending(after, group), load)
-        before, after = norm(spec.feed_forward_norm), norm(spec.feed_forward_output_norm)
+        self._is_parallel = spec.is_parallel
+        before = before if spec.is_parallel else norm(spec.feed_forward_norm)
+        end = Ending(norm(spec.feed_forward_output_norm), group)
         self._feed_forward = (
-            Moe(spec.feed_forward, before, Ending(after, group), load)
+            Moe(spec.feed_forward, before, end, load)
             if isinstance(spec.feed_forward, MoeSpec)
-            else Mlp(spec.feed_forward, before, Ending(after, group), load)
+            else Mlp(spec.feed_forward, before, end, load, is_parallel=spec.is_parallel)
         )
 
     def __call__(
@@ -70,14 +80,20 @@ class Layer:
 
         `sizes` holds the result's rows in each data-parallel attention group, if there are several.
         """
-        x = self._attention(x, turn, cache, plan)
-        return self.feed_forward(x if rows is None else x[rows], sizes)
+        stream = self._attention(x, turn, cache, plan)
+        x = x if self._is_parallel else stream
+        if rows is not None:
+            x, stream = x[rows], stream[rows]
+        return self.feed_forward(x, stream, sizes)
 
-    def feed_forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Run the second half, which needs no cache; [T, hidden] -> [T, hidden]."""
+    def feed_forward(self, x: Tensor, stream: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Run the second half, which needs no cache, and add its result for x to the stream.
+
+        All are [T, hidden].
+        """
         if isinstance(self._feed_forward, Moe):
             return self._feed_forward(x, sizes)
-        return self._feed_forward(x)
+        return self._feed_forward(x, stream)
 
     @property
     def native(self) -> tuple[NativeAttention, NativeMlp] | None:
@@ -171,7 +187,7 @@ class CpuModel:
         self._is_last = stage.is_last
         shared = spec.lm_head is None and quantization == "none"
         if stage.is_last:
-            self._norm = RMSNorm(load(spec.norm.weight), spec.norm.eps)
+            self._norm = load_norm(spec.norm, load)
             table = load(spec.lm_head or spec.embedding)
             lm_head = load.make_plain(table, with_rows=True) if shared else load.make(table)
             self._lm_head = lm_head
@@ -228,8 +244,8 @@ class CpuModel:
         """Run the layers without tokens, for other data-parallel attention groups. Collective."""
         empty = torch.empty(0, self._hidden_size, dtype=self._dtype)
         for layer in self._layers[:-1]:
-            layer.feed_forward(empty, [size.tokens for size in dp_sizes])
-        self._layers[-1].feed_forward(empty, self._at_end(dp_sizes))
+            layer.feed_forward(empty, empty, [size.tokens for size in dp_sizes])
+        self._layers[-1].feed_forward(empty, empty, self._at_end(dp_sizes))
 
     def _at_end(self, dp_sizes: Sequence[Size]) -> list[int]:
         """Return each data-parallel attention group's tokens after its last layer here."""

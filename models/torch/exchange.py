@@ -21,10 +21,10 @@ from weft.kernels.gpu.attention.mixed import mixed_attention
 from weft.kernels.gpu.attention.paged import paged_attention
 from weft.kernels.gpu.attention.tile import is_decode
 from weft.kernels.gpu.rowwise import activation
-from weft.kernels.gpu.rowwise.norm import mean_squares, rms_norm
+from weft.kernels.gpu.rowwise.norm import mean_squares
 from weft.kernels.gpu.rowwise.rope import CacheScales
 from weft.models.torch.cpu_layers import LayerCache
-from weft.models.torch.gpu_layers import Experts, Linear
+from weft.models.torch.gpu_layers import Experts, Linear, Norm
 from weft.models.torch.group import Groups
 
 
@@ -44,9 +44,9 @@ class Stream(NamedTuple):
         """Make the stream with an output, from the stream before; None is 0."""
         return cls(added) if x is None else cls(x, added)
 
-    def norm(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norm(self, norm: Norm) -> tuple[Tensor, Tensor]:
         """Return the normalized stream, and the stream."""
-        normed = rms_norm(self.x, weight, eps, residual=self.added)
+        normed = norm(self.x, self.added)
         return normed.out, self.x if normed.total is None else normed.total
 
     def whole(self) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,10 +42,18 @@ from weft.kernels.gpu.matmul.matmul import matmul
 from weft.kernels.gpu.matmul.operands import Operand
 from weft.kernels.gpu.matmul.packed_tile import dequantize
 from weft.kernels.gpu.rowwise.activation import silu_multiply
+from weft.kernels.gpu.rowwise.norm import Normed, layer_norm, rms_norm
 from weft.kernels.gpu.rowwise.rope import CacheScales
 from weft.kernels.packed import PackedForm, PackedMatrix, side_by_side, stacked
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import AttentionSpec, LinearSpec, MlpSpec, MoeSpec, WeightSpec
+from weft.models.spec.spec import (
+    AttentionSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    WeightSpec,
+)
 from weft.models.torch.staging import Staging
 
 FEW_ROWS = 128
@@ -80,6 +88,21 @@ class WeightSource(Protocol):
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return the part that is read, one slice per axis."""
+
+
+class Norm(NamedTuple):
+    """A norm over the residual stream; see NormSpec."""
+
+    weight: Tensor
+    eps: float
+    is_centered: bool
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Normed:
+        """Normalize x, or x + residual, [T, hidden] each."""
+        if self.is_centered:
+            return layer_norm(x, self.weight, self.eps, bias=self.bias, residual=residual)
+        return rms_norm(x, self.weight, self.eps, residual=residual)
 
 
 class Buffer:
@@ -151,6 +174,11 @@ class WeightLoader:
             matrices = [self._packed(weight)[0] for weight in weights]
             return PackedLinear(matrices, biases, self.buffer)
         return PlainLinear([self(weight) for weight in weights], biases)
+
+    def norm(self, spec: NormSpec) -> Norm:
+        """Load a norm over the residual stream."""
+        bias = None if spec.bias is None else self(spec.bias)
+        return Norm(self(spec.weight), spec.eps, spec.is_centered, bias)
 
     def stacks(self, *weights: WeightSpec, copies: int = 0) -> list[Tensor] | list[PackedMatrix]:
         """Load this rank's part of per-expert weights that one op multiplies with.

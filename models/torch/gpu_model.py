@@ -33,14 +33,19 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from weft.kernels.cpu.rope import HeadNorms
-from weft.kernels.gpu.rowwise.norm import rms_norm
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache
 from weft.models.interface import Size
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec
 from weft.models.torch.angles import Angles, Turns
 from weft.models.torch.cpu_layers import LayerCache
 from weft.models.torch.exchange import AttentionForm, Exchange, Stream
-from weft.models.torch.gpu_layers import Experts, PlainLinear, WeightLoader, WeightSource
+from weft.models.torch.gpu_layers import (
+    Experts,
+    Norm,
+    PlainLinear,
+    WeightLoader,
+    WeightSource,
+)
 from weft.models.torch.group import Groups
 from weft.models.torch.inputs import PagedPlan
 from weft.models.torch.logits import Logits
@@ -68,25 +73,25 @@ class _Norms:
     """The norms of a block's input and output.
 
     Attributes:
-        before, after: weight and epsilon; None for no norm.
+        before, after: None for no norm.
     """
 
-    before: tuple[Tensor, float] | None
-    after: tuple[Tensor, float] | None
+    before: Norm | None
+    after: Norm | None
 
     @classmethod
     def of(cls, before: NormSpec | None, after: NormSpec | None, load: WeightLoader) -> _Norms:
         """Load the weights."""
 
-        def loaded(norm: NormSpec | None) -> tuple[Tensor, float] | None:
-            return None if norm is None else (load(norm.weight), norm.eps)
+        def loaded(norm: NormSpec | None) -> Norm | None:
+            return None if norm is None else load.norm(norm)
 
         return cls(loaded(before), loaded(after))
 
     def begin(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return the block's input, and the residual stream."""
         if self.before is not None:
-            return stream.norm(*self.before)
+            return stream.norm(self.before)
         x = stream.whole()
         return x, x
 
@@ -98,7 +103,7 @@ class _Norms:
         """Return the residual stream after the block; `out` is its output, with `residual(x)`."""
         if self.after is None:
             return out
-        return Stream(x, rms_norm(out.whole(), *self.after).out)
+        return Stream(x, self.after(out.whole()).out)
 
 
 class Layer:
@@ -126,19 +131,25 @@ class Layer:
             q, k = load(attention.q_norm.weight), load(attention.k_norm.weight)
             if attention.norms_after_rope:  # see cpu_layers.Attention
                 self._query_weight, q, k = q * k, torch.ones_like(q), torch.ones_like(k)
-            self._head_norms = HeadNorms(q, k, attention.q_norm.eps)
+            form = attention.q_norm
+            self._head_norms = HeadNorms(q, k, form.eps, form.is_centered)
         self._qkv = load.linear(attention.q, attention.k, attention.v)
         self._widths = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self._o = load.linear(attention.o)
-        self._experts = None
+        self._experts, self._is_parallel = None, spec.is_parallel
         if isinstance(block, MoeSpec):
             self._experts = Experts(block, load, copies)
         else:
             self._gate_up = load.linear(block.gate, block.up)
             self._down = load.linear(block.down)
 
-    def attend(self, stream: Stream, step: _Step, cache: LayerCache) -> Stream:
-        """Run the first half: [T, hidden], or this rank's rows, to the same shape."""
+    def attend(
+        self, stream: Stream, step: _Step, cache: LayerCache
+    ) -> tuple[Stream, Tensor | None]:
+        """Run the first half: [T, hidden], or this rank's rows, to the same shape.
+
+        Also return its normed input, if the second half reads it, too.
+        """
         tokens, model, exchange = len(step.plan.pages), self._model, self._exchange
         normed, x = self._norms.begin(stream)
         qkv = exchange.column_parallel(
@@ -162,13 +173,16 @@ class Layer:
         out = exchange.attend(q, cache, step.plan.batch, self._form)
         residual = self._norms.residual(x)
         ended = exchange.row_parallel(out.view(tokens, -1), self._o, residual, sharded=step.sharded)
-        return self._norms.end(ended, x)
+        return self._norms.end(ended, x), normed if self._is_parallel else None
 
-    def feed_forward(self, stream: Stream, step: _Step) -> Stream:
-        """Run the second half, likewise. What only the first half needed should be freed before."""
+    def feed_forward(self, stream: Stream, normed: Tensor | None, step: _Step) -> Stream:
+        """Run the second half, likewise. What only the first half needed should be freed before.
+
+        Its input is `normed`, or else it follows from the stream.
+        """
         exchange, tokens = self._exchange, len(step.plan.pages)
         norms = self._second_norms
-        normed, x = norms.begin(stream)
+        normed, x = norms.begin(stream) if normed is None else (normed, stream.whole())
         residual = norms.residual(x)
         if self._experts is not None:
             residual = torch.zeros_like(x) if residual is None else residual
@@ -231,7 +245,7 @@ class GpuModel:
         if stage.is_first:
             self._table = load(spec.embedding)
         if stage.is_last:
-            self._norm, self._eps = load(spec.norm.weight), spec.norm.eps
+            self._norm = load.norm(spec.norm)
             tied = stage.is_first and spec.lm_head is None
             head = self._table if tied else load(spec.lm_head or spec.embedding)
             self._lm_head = PlainLinear([head])
@@ -263,8 +277,8 @@ class GpuModel:
                 x = self.exchange.shard(x)
             stream = Stream(x)
             for layer, layer_cache in zip(self._layers, cache, strict=True):
-                stream = layer.attend(stream, step, layer_cache)
-                stream = layer.feed_forward(stream, step)
+                stream, normed = layer.attend(stream, step, layer_cache)
+                stream = layer.feed_forward(stream, normed, step)
             x = stream.whole()
             if sharded:
                 x = self.exchange.unshard(x, tokens)
@@ -279,7 +293,7 @@ class GpuModel:
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the final norm, as for `logits` and embeddings; [S, hidden] to the same shape."""
-        return rms_norm(hidden.contiguous(), self._norm, self._eps).out
+        return self._norm(hidden.contiguous()).out
 
     def logits(self, hidden: Tensor) -> Logits:
         """[S, hidden] for the sampled tokens -> [S, vocab_size]."""

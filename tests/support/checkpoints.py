@@ -28,6 +28,9 @@ FAMILIES = {
     "granite": "GraniteConfig",
     "granitemoe": "GraniteMoeConfig",
     "granitemoeshared": "GraniteMoeSharedConfig",
+    "cohere": "CohereConfig",
+    "cohere2": "Cohere2Config",
+    "stablelm": "StableLmConfig",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
@@ -118,6 +121,9 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": _GRANITE_MOE | {"shared_intermediate_size": 72},
+    "cohere": {"logit_scale": 0.8, "use_qk_norm": True, "tie_word_embeddings": True},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 6, "tie_word_embeddings": True},
+    "stablelm": {"use_qkv_bias": True},
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
@@ -208,8 +214,9 @@ def make_checkpoint(
         model = auto.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.dim() == 1:
-                    parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+                is_scale = "norm" in name and name.endswith("weight")  # some have a row per head
+                if parameter.dim() == 1 or is_scale:
+                    parameter.normal_(mean=1.0 if is_scale else 0.0, std=0.2)
             for name, buffer in (*model.named_buffers(), *model.named_parameters()):
                 if name.endswith("correction_bias"):
                     buffer.normal_(std=0.3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tpu_steps import QWEN3_MOE
 
 GLM4_MOE = QWEN3_MOE | {
@@ -32,4 +34,20 @@ MINIMAX_M2 = QWEN3_MOE | {
     "rotary_dim": 64,
     "num_attention_heads": 48,
     "num_key_value_heads": 8,
+}
+
+COMMAND_R: dict[str, Any] = {
+    "architectures": ["CohereForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "model_type": "cohere",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "rope_theta": 4000000.0,
+    "use_qk_norm": True,
+    "vocab_size": 256000,
 }

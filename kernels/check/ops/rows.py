@@ -27,7 +27,7 @@ from weft.kernels.gpu.rowwise.activation import (
     silu_multiply,
     silu_multiply_quantize,
 )
-from weft.kernels.gpu.rowwise.norm import mean_squares, rms_norm
+from weft.kernels.gpu.rowwise.norm import layer_norm, mean_squares, rms_norm
 from weft.kernels.gpu.rowwise.rope import CacheScales, rotate_into_cache
 from weft.kernels.gpu.rowwise.sampling import Changes, How, draw, edit
 from weft.kernels.gpu.runtime.workspace import Workspace
@@ -113,6 +113,17 @@ def _rms_norm_fp8(x: Tensor, weight: Tensor) -> Tensor:
     return restored((out, scale))
 
 
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    out, total, _ = layer_norm(x, weight[0], EPS, bias=bias[0], residual=residual)
+    assert total is not None
+    return beside([out, total])
+
+
+def _layer_norm_oracle(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    total = (x.float() + residual.float()).to(x.dtype)
+    return beside([reference.layer_norm(total, weight[0], EPS, bias[0]), total])
+
+
 def _turns(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return positions, and radians per position."""
     each = torch.arange(dim // 2, device=device)
@@ -120,9 +131,18 @@ def _turns(tokens: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _rotated(
-    qkv: Tensor, q_norm: Tensor, k_norm: Tensor, *, fp8: bool = False, wide: bool = False
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    *,
+    fp8: bool = False,
+    wide: bool = False,
+    by_head: bool = False,
 ) -> Tensor:
-    """Return the queries, and the cache's new keys and values; `wide` norms span all heads."""
+    """Return the queries, and the cache's new keys and values.
+
+    `wide` norms span all heads; those `by_head` are layer norms with weights for each head.
+    """
     tokens, device = len(qkv), qkv.device
     dim = qkv.shape[1] // (HEADS + 2 * KV_HEADS)
     place = torch.arange(tokens, device=device)
@@ -134,7 +154,9 @@ def _rotated(
     queries, _ = rotate_into_cache(
         *(qkv, rotation, keys, values, pages, slots),
         heads=HEADS,
-        norms=HeadNorms(q_norm[0], k_norm[0], EPS),
+        norms=HeadNorms(q_norm, k_norm, EPS, is_centered=True)
+        if by_head
+        else HeadNorms(q_norm[0], k_norm[0], EPS),
         means=mean_squares(qkv, HEADS * dim, KV_HEADS * dim) if wide else None,
         scales=CacheScales(scale, scale) if fp8 else None,
     )
@@ -156,6 +178,22 @@ def _rotated_oracle(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
         for x, weight in ((q, q_norm), (k, k_norm))
     )
     return beside([q, k, v])
+
+
+def _rotated_by_head_oracle(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+    heads = qkv.view(len(qkv), HEADS + 2 * KV_HEADS, -1)
+    q, k, v = heads.tensor_split((HEADS, HEADS + KV_HEADS), dim=1)
+    turns = _turns(len(qkv), heads.shape[2], qkv.device)
+    q, k = (
+        reference.rope(reference.layer_norm(x, weight, EPS), *turns)
+        for x, weight in ((q, q_norm), (k, k_norm))
+    )
+    return beside([q, k, v])
+
+
+def _rotated_by_head_shapes(s: Sizes) -> Shapes:
+    dim = max(2, s.k // 4 * 2)
+    return [(s.m, (HEADS + 2 * KV_HEADS) * dim), (HEADS, dim), (KV_HEADS, dim)]
 
 
 def _rotated_shapes(s: Sizes, *, wide: bool = False) -> Shapes:
@@ -291,6 +329,12 @@ ROW_OPS = (
     RowOp("combine", _combined, _combined_oracle, lambda s: [(s.m, s.n)]),
     RowOp("rms_norm", _rms_norm, _rms_norm_oracle, lambda s: [(s.m, s.k), (1, s.k), (s.m, s.k)]),
     RowOp(
+        "layer_norm",
+        _layer_norm,
+        _layer_norm_oracle,
+        lambda s: [(s.m, s.k), (1, s.k), (1, s.k), (s.m, s.k)],
+    ),
+    RowOp(
         "rms_norm_fp8",
         _rms_norm_fp8,
         lambda x, weight: reference.rms_norm(x, weight[0], EPS),
@@ -310,6 +354,12 @@ ROW_OPS = (
         partial(_rotated, wide=True),
         _rotated_oracle,
         partial(_rotated_shapes, wide=True),
+    ),
+    RowOp(
+        "rotate_into_cache_by_head",
+        partial(_rotated, by_head=True),
+        _rotated_by_head_oracle,
+        _rotated_by_head_shapes,
     ),
     RowOp("silu_multiply", silu_multiply, _multiplied, lambda s: [(s.m, 2 * s.n)]),
     RowOp(

@@ -7,7 +7,7 @@
 //    exponents of a model's weights carry 2.6 bits; here codes of fixed width, which one shuffle
 //    undoes).
 // 2. A call cuts its rows into blocks of at most MAX_ROWS, of nearly equal height, and packs them
-//    as [k / 2][rows][2]. RMSNorm happens on the way: the normalised rows are never stored.
+//    as [k / 2][rows][2]. Norms happen on the way: the normalised rows are never stored.
 // 3. Threads take panels in turn, a few neighbours at a time. A panel is read from memory once, in
 //    chunks that stay in the cache nearest to the core while all blocks use them; meanwhile each
 //    block fetches its share of the next chunk. Reading so runs beside computing, at 16 rows as
@@ -74,10 +74,19 @@ float to_float(bf16 x) {
   return value;
 }
 
-float inverse_rms(const bf16* x, int64_t k, float eps) {
+float mean_of(const bf16* x, int64_t k) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i += 16)
+    sum = _mm512_add_ps(sum, load_bf16(x + i, first_lanes(k - i)));
+  return _mm512_reduce_add_ps(sum) / static_cast<float>(k);
+}
+
+// 1 / the root of the mean square of x - mean, plus eps.
+float inverse_rms(const bf16* x, int64_t k, float mean, float eps) {
   __m512 sum = _mm512_setzero_ps();
   for (int64_t i = 0; i < k; i += 16) {
-    const __m512 v = load_bf16(x + i, first_lanes(k - i));
+    const __mmask16 left = first_lanes(k - i);
+    const __m512 v = _mm512_maskz_sub_ps(left, load_bf16(x + i, left), _mm512_set1_ps(mean));
     sum = _mm512_fmadd_ps(v, v, sum);
   }
   return 1.f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(k) + eps);
@@ -87,11 +96,17 @@ float inverse_rms(const bf16* x, int64_t k, float eps) {
 template <int R>
 void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out) {
   const bf16* row[R];
-  __m512 factor[R];
+  const Norm& norm = x.norm;
+  __m512 factor[R], shift[R];
   for (int r = 0; r < R; ++r) {
     const int64_t at = block.first + r;
     row[r] = x.data + (x.index ? x.index[at] : at) * x.stride;
-    if (x.norm) factor[r] = _mm512_set1_ps(inverse_rms(row[r], k, x.eps));
+    if (norm.weight) {
+      const float mean = norm.centered ? mean_of(row[r], k) : 0.f;
+      const float inverse = inverse_rms(row[r], k, mean, norm.eps);
+      factor[r] = _mm512_set1_ps(inverse);
+      shift[r] = _mm512_set1_ps(-mean * inverse);
+    }
   }
   for (int64_t i = 0; i < k; i += 32) {
     __m512i numbers[R];
@@ -99,15 +114,19 @@ void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
       numbers[r] = _mm512_maskz_loadu_epi16(left | __mmask32{right} << 16, row[r] + i);
-    if (x.norm) {
-      const __m512 low_norm = load_bf16(x.norm + i, left), high_norm = load_bf16(x.norm + i + 16, right);
+    if (norm.weight) {
+      const __m512 low_weight = load_bf16(norm.weight + i, left);
+      const __m512 high_weight = load_bf16(norm.weight + i + 16, right);
+      const __m512 none = _mm512_setzero_ps();
+      const __m512 low_bias = norm.bias ? load_bf16(norm.bias + i, left) : none;
+      const __m512 high_bias = norm.bias ? load_bf16(norm.bias + i + 16, right) : none;
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const __m512 low = widen(_mm512_castsi512_si256(numbers[r]));
         const __m512 high = widen(_mm512_extracti64x4_epi64(numbers[r], 1));
         numbers[r] = (__m512i)_mm512_cvtne2ps_pbh(
-            _mm512_mul_ps(_mm512_mul_ps(high, factor[r]), high_norm),
-            _mm512_mul_ps(_mm512_mul_ps(low, factor[r]), low_norm));
+            _mm512_fmadd_ps(_mm512_fmadd_ps(high, factor[r], shift[r]), high_weight, high_bias),
+            _mm512_fmadd_ps(_mm512_fmadd_ps(low, factor[r], shift[r]), low_weight, low_bias));
       }
     }
     const int pairs = static_cast<int>(std::min<int64_t>(16, (k - i + 1) / 2));

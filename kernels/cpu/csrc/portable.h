@@ -369,6 +369,9 @@ inline __m512 _mm512_mask_max_ps(const __m512& old, __mmask16 lanes, const __m51
 inline __m512 _mm512_maskz_mul_ps(__mmask16 lanes, const __m512& x, const __m512& y) {
   return _mm512_mask_mov_ps(_mm512_setzero_ps(), lanes, _mm512_mul_ps(x, y));
 }
+inline __m512 _mm512_maskz_sub_ps(__mmask16 lanes, const __m512& x, const __m512& y) {
+  return _mm512_mask_mov_ps(_mm512_setzero_ps(), lanes, _mm512_sub_ps(x, y));
+}
 inline __m512 _mm512_maskz_compress_ps(__mmask16 lanes, const __m512& x) {
   const auto numbers = numbers_of<float>(x);
   Array<float, 16> out{};

@@ -35,12 +35,19 @@ struct Matrix {
   int32_t gated;
 };
 
+// RMSNorm, or layer norm, which subtracts the mean first.
+struct Norm {
+  const bf16* weight;  // [k], or null for no norm
+  const bf16* bias;    // [k] or null
+  float eps;
+  int32_t centered;
+};
+
 struct Rows {
   const bf16* data;
   int64_t stride;        // numbers between rows
   const int32_t* index;  // which rows; null for all in order
-  const bf16* norm;      // [k], of an RMSNorm that comes first, or null
-  float eps;
+  Norm norm;             // comes first
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -74,7 +81,7 @@ extern "C" {
 
 // Of what is declared here: to be raised with every change, here and in native.py, which takes no
 // library of another version.
-constexpr int32_t WEFT_VERSION = 4;
+constexpr int32_t WEFT_VERSION = 5;
 int32_t weft_version();
 
 // A weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
@@ -140,11 +147,11 @@ struct Batch {
 
 struct AttentionLayer {
   const weft::Matrix *qkv, *o;
-  const weft::bf16* norm;             // [hidden], comes first
+  weft::Norm norm;                    // comes first
   const weft::bf16 *q_norm, *k_norm;  // [dim] or null
   int64_t heads, kv_heads, dim;
   int64_t window;  // 0 for none
-  float eps, head_eps, scale;
+  float head_eps, scale;
 };
 // out [tokens, hidden] = x + o(attention(rope(qkv(norm(x))))); cos and sin as in RopeStep.
 void weft_attention_layer(const AttentionLayer* layer, const Batch* batch, const weft::bf16* x,
@@ -153,11 +160,12 @@ void weft_attention_layer(const AttentionLayer* layer, const Batch* batch, const
 
 struct MlpLayer {
   const weft::Matrix *gate_up, *down;
-  const weft::bf16* norm;
-  float eps;
+  weft::Norm norm;
+  int32_t parallel;  // in weft_layers: it reads the attention's input
 };
-// out [tokens, hidden] = x + down(gate_up(norm(x))).
-void weft_mlp(const MlpLayer* layer, const weft::bf16* x, int64_t tokens, weft::bf16* out);
+// out [tokens, hidden] = residual + down(gate_up(norm(x))). out may be x.
+void weft_mlp(const MlpLayer* layer, const weft::bf16* x, const weft::bf16* residual,
+              int64_t tokens, weft::bf16* out);
 
 // Layers one after the other: x [tokens, hidden] -> out. keys and values are those of each layer.
 void weft_layers(const AttentionLayer* attention, const MlpLayer* mlp, int64_t count,

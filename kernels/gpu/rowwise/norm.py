@@ -1,12 +1,14 @@
-"""Root-mean-square norms (Zhang and Sennrich 2019), with an optional residual and fp8 output.
+"""RMSNorm (Zhang and Sennrich 2019) and layer norm (Ba et al. 2016), with an optional residual.
 
     rms_norm(x [T, N])     -> out [T, N], and on request: total [T, N], scale [T]
+    layer_norm(x [T, N])   -> out [T, N], and on request: total [T, N]
     mean_squares(x [T, N]) -> float32 [T, 2], for two parts of each row
 
-Each program takes one row and holds it in registers. It adds the residual, sums the squares, scales
-the row and stores it. Programs share no outputs, so they need no signals. All arithmetic is
-float32, and numbers are rounded when they are stored. The norm uses the rounded sum x + residual.
-The result therefore has the same bits as a separate addition followed by a norm.
+Each program takes one row and holds it in registers. It adds the residual, subtracts the mean in a
+layer norm, sums the squares, scales the row and stores it. Programs share no outputs, so they need
+no signals. All arithmetic is float32, and numbers are rounded when they are stored. The norm uses
+the rounded sum x + residual. The result therefore has the same bits as a separate addition followed
+by a norm.
 
 `mean_squares` is the first half of norms over the heads of several ranks. The ranks add up its
 results, and `rotate_into_cache` does the second half.
@@ -37,11 +39,19 @@ def normalize(
     eps,
     N,
     BLOCK: tl.constexpr,
+    bias=None,  # [N], or None
+    CENTERED: tl.constexpr = False,
 ):
     """Compute the norm of a row: float32 [BLOCK], 0 from N on."""
     column = tl.arange(0, BLOCK)
-    scale = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
-    return row * tl.rsqrt(tl.sum(row * row, axis=0) / N + eps) * scale
+    inside = column < N
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if CENTERED:
+        row = tl.where(inside, row - tl.sum(row, axis=0) / N, 0.0)
+    row = row * tl.rsqrt(tl.sum(row * row, axis=0) / N + eps) * scale
+    if bias is not None:
+        row += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return row
 
 
 @triton.jit
@@ -52,9 +62,11 @@ def normalize_rows(
     x,  # [T, N]
     residual,  # [T, N], or None
     weight,  # [N]
+    bias,  # [N], or None
     eps,
     N,
     BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):
     """Normalize one row. Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,7 +79,7 @@ def normalize_rows(
         stored = value.to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
         value = stored.to(tl.float32)
-    value = normalize(value, weight, eps, N, BLOCK)
+    value = normalize(value, weight, eps, N, BLOCK, bias, CENTERED)
     if scale is not None:
         divisor = fp8_scale(value, 0)
         tl.store(scale + row, divisor)
@@ -99,7 +111,7 @@ def square_rows(
 
 
 class Normed(NamedTuple):
-    """Results from `rms_norm`.
+    """Results from `rms_norm` and `layer_norm`.
 
     Attributes:
         out: [T, N], x's dtype; or float8_e4m3fn, to be multiplied by `scale`.
@@ -132,11 +144,50 @@ def rms_norm(
     Raises:
         KernelError: the tensors do not match, or the GPU has no fp8.
     """
-    check = functools.partial(require, "rms_norm")
+    return _normalize("rms_norm", x, weight, eps, residual=residual, fp8=fp8)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Normed:
+    """Subtract each row's mean, normalize the row and add the bias; the row is x, or x + residual.
+
+    Args:
+        x: [T, N], contiguous; float32, float16 or bfloat16. A row has at most 64 KiB.
+        weight: [N], any of those dtypes.
+        eps: added to the variance; positive.
+        bias: [N], any of those dtypes; None for 0.
+        residual: [T, N], x's dtype; added first.
+
+    Raises:
+        KernelError: the tensors do not match.
+    """
+    return _normalize("layer_norm", x, weight, eps, bias=bias, residual=residual, centered=True)
+
+
+def _normalize(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    fp8: bool = False,
+    centered: bool = False,
+) -> Normed:
+    check = functools.partial(require, op)
     require_rows(check, "x", x)
     rows, columns = x.shape
     require_tensor(check, "weight", weight, (columns,), x.device, *RESULTS)
     check("eps", eps, eps > 0, "be positive")
+    if bias is not None:
+        require_tensor(check, "bias", bias, (columns,), x.device, *RESULTS)
     if residual is not None:
         require_tensor(check, "residual", residual, (rows, columns), x.device, x.dtype)
     if fp8:
@@ -153,9 +204,11 @@ def rms_norm(
             x=x,
             residual=residual,
             weight=weight,
+            bias=bias,
             eps=float(eps),
             N=columns,
             BLOCK=block,
+            CENTERED=centered,
             num_warps=warps,
         )
     return Normed(out, total, scale)

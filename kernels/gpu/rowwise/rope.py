@@ -51,8 +51,8 @@ def rotate_heads(
     sin,  # [T, D]; the first half is negated
     pages,  # int32 or int64 [T]
     slots,  # int32 or int64 [T]
-    q_norm,  # [D], or None; with means, [H * D]
-    k_norm,  # [D], or None; with means, [Hk * D]
+    q_norm,  # [D], or None; BY_HEAD [H * D]
+    k_norm,  # [D], or None; BY_HEAD [Hk * D]
     means,  # float32 [T, 2], or None
     k_scale,  # float32 [Hk], or None
     v_scale,  # float32 [Hk], or None
@@ -62,6 +62,8 @@ def rotate_heads(
     num_blocks,
     block_size,
     half,  # D / 2
+    CENTERED: tl.constexpr,
+    BY_HEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -79,8 +81,18 @@ def rotate_heads(
     first = tl.load(qkv + at, mask=real, other=0.0).to(tl.float32)
     second = tl.load(qkv + at + half, mask=real, other=0.0).to(tl.float32)
     turned, other = first, second
-    if means is not None:
-        inverse = tl.rsqrt(tl.load(means + 2 * token + tl.where(is_query, 0, 1)) + eps)
+    if CENTERED:
+        mean = (tl.sum(first, axis=1) + tl.sum(second, axis=1))[:, None] / dim
+        turned = tl.where(inside[None, :], first - mean, 0.0)
+        other = tl.where(inside[None, :], second - mean, 0.0)
+    if q_norm is not None:
+        if means is not None:
+            inverse = tl.rsqrt(tl.load(means + 2 * token + tl.where(is_query, 0, 1)) + eps)
+        else:
+            squares = tl.sum(turned * turned, axis=1) + tl.sum(other * other, axis=1)
+            inverse = tl.rsqrt(squares / dim + eps)[:, None]
+        turned, other = turned * inverse, other * inverse
+    if BY_HEAD:
         of_q = q_norm + head[:, None] * dim + lane[None, :]
         of_k = k_norm + (head[:, None] - heads) * dim + lane[None, :]
         q_mask, k_mask = is_query & inside[None, :], is_key & inside[None, :]
@@ -88,17 +100,15 @@ def rotate_heads(
         q_second = tl.load(of_q + half, mask=q_mask, other=0.0).to(tl.float32)
         k_first = tl.load(of_k, mask=k_mask, other=0.0).to(tl.float32)
         k_second = tl.load(of_k + half, mask=k_mask, other=0.0).to(tl.float32)
-        turned = first * inverse * (q_first + k_first)
-        other = second * inverse * (q_second + k_second)
+        turned = turned * (q_first + k_first)
+        other = other * (q_second + k_second)
     elif q_norm is not None:
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        inverse = tl.rsqrt(squares / dim + eps)[:, None]
         q_first = tl.load(q_norm + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
         q_second = tl.load(q_norm + half + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
         k_first = tl.load(k_norm + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
         k_second = tl.load(k_norm + half + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
-        turned = first * inverse * tl.where(is_query, q_first, k_first)
-        other = second * inverse * tl.where(is_query, q_second, k_second)
+        turned = turned * tl.where(is_query, q_first, k_first)
+        other = other * tl.where(is_query, q_second, k_second)
     c = tl.load(cos + token * dim + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + token * dim + half + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
     turned, other = turned * c - other * s, other * c + turned * s
@@ -155,7 +165,7 @@ def rotate_into_cache(
         pages, slots: int32 or int64 [T]; where to write each token. No two tokens may have the same
             page and slot.
         heads: H.
-        norms: head norms, applied before the rotation; weights in any of those dtypes.
+        norms: head norms, applied before the rotation; contiguous weights in any of those dtypes.
         means: for norms over all heads together: the mean squares of each token's queries and keys,
             float32 [T, 2], as from `mean_squares`. The weights are [H * D] and [Hk * D].
         scales: of an fp8 cache; None for 1. Refused for any other cache.
@@ -186,11 +196,15 @@ def rotate_into_cache(
     for name, index in (("pages", pages), ("slots", slots)):
         require_tensor(check, name, index, (tokens,), qkv.device, torch.int32, torch.int64)
     if norms is not None:
-        q_heads, k_heads = (1, 1) if means is None else (heads, kv_heads)
-        require_tensor(check, "norms.q", norms.q, (q_heads * dim,), qkv.device, *RESULTS)
-        require_tensor(check, "norms.k", norms.k, (k_heads * dim,), qkv.device, *RESULTS)
+        q_shape, k_shape = ((heads, dim), (kv_heads, dim)) if norms.q.dim() == 2 else ((dim,),) * 2
+        if means is not None:
+            q_shape, k_shape = (heads * dim,), (kv_heads * dim,)
+        require_tensor(check, "norms.q", norms.q, q_shape, qkv.device, *RESULTS)
+        require_tensor(check, "norms.k", norms.k, k_shape, qkv.device, *RESULTS)
     if means is not None:
         check("means", "given", norms is not None, "not be: there are no norms")
+        centered = norms is not None and norms.is_centered
+        check("means", "given", not centered, "not be: the norms are centered")
         require_tensor(check, "means", means, (tokens, 2), qkv.device, torch.float32)
     if scales is not None:
         require_tensor(check, "scales.k", scales.k, (kv_heads,), qkv.device, torch.float32)
@@ -223,6 +237,8 @@ def rotate_into_cache(
         num_blocks=num_blocks,
         block_size=block_size,
         half=dim // 2,
+        CENTERED=norms is not None and norms.is_centered,
+        BY_HEAD=norms is not None and (means is not None or norms.q.dim() == 2),
         BLOCK_H=block_h,
         BLOCK_D=block_d,
         num_warps=min(4, max(1, block_h * block_d // 256)),

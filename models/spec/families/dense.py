@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.models.spec.config_fields import Fields
-from weft.models.spec.decoder import AFTER, Decoder
+from weft.models.spec.decoder import AFTER, PARALLEL, Decoder
 from weft.models.spec.families.attention import (
     granite_attention,
     hunyuan_attention,
@@ -34,14 +34,61 @@ def granite(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 
 def scaled_ends(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Scale Granite's embedding, and its logits by the LM head or, if it is tied, by the norm."""
+    """Scale Granite's embedding and its logits."""
     factor = fields.number("embedding_multiplier", 1.0)
     divisor = fields.number("logits_scaling", 1.0)
     spec = replace(spec, embedding=replace(spec.embedding, scale=factor))
+    return _with_scaled_logits(spec, 1 / divisor if spec.lm_head else 1 / (factor * divisor))
+
+
+def _with_scaled_logits(spec: ModelSpec, factor: float) -> ModelSpec:
+    """Scale the logits by the LM head or, if it is tied, by the norm."""
     if spec.lm_head is not None:
-        return replace(spec, lm_head=replace(spec.lm_head, scale=1 / divisor))
-    norm = replace(spec.norm.weight, scale=1 / (factor * divisor))
+        return replace(spec, lm_head=replace(spec.lm_head, scale=factor))
+    norm = replace(spec.norm.weight, scale=factor)
     return replace(spec, norm=replace(spec.norm, weight=norm))
+
+
+def cohere(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias = fields.flag("attention_bias", False)
+    normed = fields.flag("use_qk_norm", False)
+    attention = decoder.attention(
+        i, qkv_bias=bias, o_bias=bias, norm="each head" if normed else "none"
+    )
+    return decoder.layer(i, attention, decoder.mlp(i), PARALLEL, is_parallel=True)
+
+
+def cohere2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    window, rope = read_window(fields, default=4096), decoder.rope
+    period = 1 if fields.has("layer_types") else fields.integer("sliding_window_pattern", 4)
+    if not is_sliding(fields, decoder, i, period):
+        window, rope = None, replace(rope, dim=0)
+    elif window is None:
+        raise fields.error("sliding_window", "a number, because some layers have a window")
+    bias = fields.flag("attention_bias", False)
+    attention = decoder.attention(i, qkv_bias=bias, o_bias=bias, window=window, rope=rope)
+    return decoder.layer(i, attention, decoder.mlp(i), PARALLEL, is_parallel=True)
+
+
+def cohere_logits(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Scale Cohere's logits."""
+    return _with_scaled_logits(spec, fields.number("logit_scale", 0.0625))
+
+
+def stablelm(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    if decoder.heads * decoder.head_dim != decoder.hidden:
+        name = "head_dim" if fields.has("head_dim") else "num_attention_heads"
+        raise fields.error(name, f"heads that together have hidden_size, {decoder.hidden}")
+    names = "q_layernorm.norms.{expert}", "k_layernorm.norms.{expert}"
+    attention = decoder.attention(
+        i,
+        qkv_bias=fields.flag("use_qkv_bias", False),
+        norm="each head" if fields.flag("qk_layernorm", False) else "none",
+        norm_names=names,
+    )
+    if fields.flag("use_parallel_residual", False):
+        return decoder.layer(i, attention, decoder.mlp(i), PARALLEL, is_parallel=True)
+    return decoder.layer(i, attention, decoder.mlp(i))
 
 
 def mistral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:

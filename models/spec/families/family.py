@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.models.spec.config_fields import Fields
-from weft.models.spec.decoder import Decoder
+from weft.models.spec.decoder import RMS, Decoder, NormRules
 from weft.models.spec.rope_fields import PLAIN, RopeRules
 from weft.models.spec.spec import LayerSpec, ModelSpec
 
@@ -18,11 +18,12 @@ class Family:
     Attributes:
         model_type: its name in config.json.
         describe_layer: describes layer i.
-        max_position_embeddings, rms_norm_eps, tied: their values where config.json has none, as in
+        max_position_embeddings, norm_eps, tied: their values where config.json has none, as in
             transformers.
         kv_heads: the same for `num_key_value_heads`; None for as many as query heads.
         head_dim: the same; None for hidden_size / num_attention_heads.
         rope: its rotary embeddings.
+        norms: the kind of its norms.
         embedding: its name in the checkpoint.
         other_types: other names of the family in config.json.
         finish: changes the described model; None if nothing is left to do.
@@ -33,11 +34,12 @@ class Family:
     model_type: str
     describe_layer: Callable[[Fields, Decoder, int], LayerSpec]
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
     rope: RopeRules = PLAIN
     tied: bool = False
     kv_heads: int | None = None
     head_dim: int | None = None
+    norms: NormRules = RMS
     embedding: str = "model.embed_tokens"
     other_types: tuple[str, ...] = ()
     finish: Callable[[Fields, ModelSpec], ModelSpec] | None = None

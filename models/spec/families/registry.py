@@ -6,6 +6,7 @@ into config_table.py, and add its rows to the parity test.
 
 from __future__ import annotations
 
+from weft.models.spec.decoder import BIASED_LAYER_NORM, LAYER_NORM
 from weft.models.spec.families import dense, routed
 from weft.models.spec.families.family import Family, Wrapper
 from weft.models.spec.rope_fields import DYNAMIC, LONGROPE, MROPE, YARN, RopeRules
@@ -28,6 +29,35 @@ FAMILIES = {
     ),
     "GraniteMoeSharedForCausalLM": Family(
         "granitemoeshared", routed.granite_moe_shared, 2048, finish=dense.scaled_ends
+    ),
+    "CohereForCausalLM": Family(
+        "cohere",
+        dense.cohere,
+        8192,
+        1e-5,
+        RopeRules(500_000.0, neighbours=True),
+        tied=True,
+        norms=LAYER_NORM,
+        finish=dense.cohere_logits,
+    ),
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        dense.cohere2,
+        8192,
+        1e-5,
+        RopeRules(neighbours=True),
+        tied=True,
+        norms=LAYER_NORM,
+        finish=dense.cohere_logits,
+    ),
+    "StableLmForCausalLM": Family(
+        "stablelm",
+        dense.stablelm,
+        4096,
+        1e-5,
+        RopeRules(part=0.25),
+        kv_heads=32,
+        norms=BIASED_LAYER_NORM,
     ),
     "MistralForCausalLM": Family("mistral", dense.mistral, 131_072, kv_heads=8),
     "MixtralForCausalLM": Family(

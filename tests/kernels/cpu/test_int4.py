@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 from weft.kernels import reference
 from weft.kernels.cpu import int4 as module
 from weft.kernels.cpu.int4 import GROUP, Int4Linear, dequantize, make_int4_linear, quantize
-from weft.kernels.cpu.linear import Linear, NativeLinear, RMSNorm
+from weft.kernels.cpu.linear import Linear, NativeLinear, Norm
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -72,7 +72,7 @@ def test_equals_the_product_with_the_rounded_weight(
     x = torch.randn(rows, k).to(dtype)
     weight = (torch.randn(outputs, k) / k**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
-    norm = RMSNorm(torch.rand(k).to(dtype), 1e-5) if with_norm else None
+    norm = Norm(torch.rand(k).to(dtype), 1e-5) if with_norm else None
     residual = torch.randn(rows, n).to(dtype) if with_residual else None
     with compiled_kernels(compiled), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_ELEMENTS", block)

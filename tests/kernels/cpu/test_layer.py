@@ -11,12 +11,16 @@ from support.kernels import compiled_kernels
 
 from weft.kernels.cpu.attention import AttentionPlan, paged_attention
 from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
-from weft.kernels.cpu.linear import NativeLinear, RMSNorm
+from weft.kernels.cpu.linear import NativeLinear, Norm
 from weft.kernels.cpu.rope import HeadNorms, Rotation, rotate_into_cache
 
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
+
+
+def layer_norm(hidden: int) -> Norm:
+    return Norm(normal(hidden), 1e-5, is_centered=True, bias=normal(hidden))
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,7 +57,7 @@ def test_attention(
         block_size=block_size,
     )
     outputs = (num_heads + 2 * kv_heads) * dim
-    norm = RMSNorm(normal(hidden), 1e-5)
+    norm = layer_norm(hidden) if with_bias else Norm(normal(hidden), 1e-5)
     head_norms = HeadNorms(normal(dim), normal(dim), 1e-6) if with_norms else None
     x = normal(sum(new), hidden)
     caches = [normal(table.size, kv_heads, block_size, dim) for _ in range(2)]
@@ -92,19 +96,23 @@ def test_attention(
 )
 def test_mlp(tokens: int, hidden: int, inner: int, seed: int) -> None:
     torch.manual_seed(seed)
-    norm, x = RMSNorm(normal(hidden), 1e-5), normal(hidden, tokens).T
+    norm, x = layer_norm(hidden), normal(hidden, tokens).T
     with compiled_kernels(True):
         gate_up = NativeLinear(normal(2 * inner, hidden), gated=True)
         down = NativeLinear(normal(hidden, inner))
-        wanted = down(gate_up(x, norm=norm), residual=x)
-        assert torch.equal(NativeMlp(gate_up, down, norm)(x), wanted)
+        stream = normal(hidden, tokens).T
+        wanted = down(gate_up(x, norm=norm), residual=stream)
+        assert torch.equal(NativeMlp(gate_up, down, norm)(x, stream), wanted)
 
 
-def small_layer(hidden: int, window: int | None) -> tuple[NativeAttention, NativeMlp]:
+def small_layer(
+    hidden: int, window: int | None, *, is_parallel: bool
+) -> tuple[NativeAttention, NativeMlp]:
     """Make a layer with two heads that share keys of 8 numbers."""
+    norm = layer_norm(hidden)
     attention = NativeAttention(
         *(NativeLinear(normal(4 * 8, hidden)), NativeLinear(normal(hidden, 2 * 8))),
-        *(RMSNorm(normal(hidden), 1e-5), None),
+        *(norm, None),
         heads=2,
         kv_heads=1,
         head_dim=8,
@@ -112,9 +120,8 @@ def small_layer(hidden: int, window: int | None) -> tuple[NativeAttention, Nativ
         sliding_window=window,
     )
     gate_up = NativeLinear(normal(2 * 12, hidden), gated=True)
-    return attention, NativeMlp(
-        gate_up, NativeLinear(normal(hidden, 12)), RMSNorm(normal(hidden), 1e-5)
-    )
+    down = NativeLinear(normal(hidden, 12))
+    return attention, NativeMlp(gate_up, down, norm, is_parallel=is_parallel)
 
 
 @settings(max_examples=30, deadline=None)
@@ -122,9 +129,12 @@ def small_layer(hidden: int, window: int | None) -> tuple[NativeAttention, Nativ
     new=st.lists(st.integers(1, 9), max_size=3),
     windows=st.lists(st.sampled_from([None, 3]), min_size=1, max_size=4),
     hidden=st.integers(1, 40),
+    is_parallel=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_layers(new: list[int], windows: list[int | None], hidden: int, seed: int) -> None:
+def test_layers(
+    new: list[int], windows: list[int | None], hidden: int, is_parallel: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
     plan = AttentionPlan.build(
         np.cumsum([0, *new], dtype=np.int32),
@@ -139,10 +149,11 @@ def test_layers(new: list[int], windows: list[int | None], hidden: int, seed: in
     with compiled_kernels(True):
         positions = torch.cat([torch.empty(0), *map(torch.arange, new)])
         rotation = Rotation.of(positions, torch.rand(4), x.dtype)
-        layers = [small_layer(hidden, window) for window in windows]
+        layers = [small_layer(hidden, window, is_parallel=is_parallel) for window in windows]
         wanted = x
         for (attention, mlp), (keys, values) in zip(layers, other, strict=True):
-            wanted = mlp(attention(wanted, rotation, keys, values, plan))
+            stream = attention(wanted, rotation, keys, values, plan)
+            wanted = mlp(wanted if is_parallel else stream, stream)
         assert torch.equal(NativeLayers(layers)(x, rotation, cache, plan), wanted)
         for pair, other_pair in zip(cache, other, strict=True):
             assert all(map(torch.equal, pair, other_pair))
@@ -155,8 +166,10 @@ def test_other_shapes_are_refused() -> None:
         mlp = NativeMlp(
             NativeLinear(normal(8, 6), gated=True),
             NativeLinear(normal(6, 4)),
-            RMSNorm(normal(6), 1e-5),
+            Norm(normal(6), 1e-5),
         )
+        with pytest.raises(ValueError, match="residual is"):
+            mlp(normal(3, 6), normal(2, 6))
         for x in (normal(3, 5), torch.zeros(3, 6)):
             with pytest.raises(ValueError, match="x is"):
-                mlp(x)
+                mlp(x, x)

@@ -18,7 +18,7 @@ from weft.kernels.cpu import linear as module
 from weft.kernels.cpu import native
 from weft.kernels.cpu.int4 import make_int4_linear
 from weft.kernels.cpu.int8 import make_int8_linear
-from weft.kernels.cpu.linear import Linear, NativeLinear, PackedLinear, RMSNorm, make_linear
+from weft.kernels.cpu.linear import Linear, NativeLinear, Norm, PackedLinear, make_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -28,14 +28,18 @@ def expected(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: RMSNorm | None,
+    norm: Norm | None,
     residual: Tensor | None,
     *,
     gated: bool,
 ) -> Tensor:
     """Compute a layer's result in float32."""
     if norm is not None:
-        x = reference.rms_norm(x, norm.weight, norm.eps).to(x.dtype)
+        x = (
+            reference.rms_norm(x, norm.weight, norm.eps)
+            if norm.bias is None
+            else reference.layer_norm(x, norm.weight, norm.eps, norm.bias)
+        ).to(x.dtype)
     out = reference.linear(x, weight, bias)
     if gated:
         gate, up = out.chunk(2, dim=-1)
@@ -78,7 +82,7 @@ print(psutil.Process().memory_info().rss - before)
     k=st.integers(1, 130) | st.sampled_from([700, 1100]),
     dtype=DTYPES,
     with_bias=st.booleans(),
-    with_norm=st.booleans(),
+    with_norm=st.sampled_from(["none", "rms", "layer"]),
     with_residual=st.booleans(),
     gated=st.booleans(),
     way=st.sampled_from(["compressed", "plain", "oneDNN", "torch"]),
@@ -89,7 +93,7 @@ def test_equals_the_reference(
     k: int,
     dtype: torch.dtype,
     with_bias: bool,
-    with_norm: bool,
+    with_norm: str,
     with_residual: bool,
     gated: bool,
     way: str,
@@ -98,7 +102,6 @@ def test_equals_the_reference(
     x = torch.randn(rows, k).to(dtype)
     weight = (torch.randn(outputs, k) / k**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
-    norm = RMSNorm(torch.rand(k).to(dtype), 1e-5) if with_norm else None
     residual = torch.randn(rows, n).to(dtype) if with_residual else None
     layer: Linear
     if way in ("compressed", "plain"):
@@ -106,7 +109,6 @@ def test_equals_the_reference(
         dtype = torch.bfloat16
         bias = None if bias is None else bias.bfloat16()
         residual = None if residual is None else residual.bfloat16()
-        norm = None if norm is None else RMSNorm(norm.weight.bfloat16(), norm.eps)
         with compiled_kernels(True):
             layer = NativeLinear(weight, bias, gated=gated, compress=way == "compressed")
     else:
@@ -114,6 +116,11 @@ def test_equals_the_reference(
             if way == "torch":
                 patch.setattr(module, "can_pack", lambda dtype: False)
             layer = PackedLinear(weight, bias, gated=gated)
+    norm = None
+    if with_norm != "none":
+        shift = torch.rand(k).to(dtype) if with_norm == "layer" else None
+        scale = torch.rand(k).to(dtype)
+        norm = Norm(scale, 1e-5, is_centered=shift is not None, bias=shift)
     got = layer(x, norm=norm, residual=residual)
     assert got.dtype == dtype
     wanted = expected(x, weight, bias, norm, residual, gated=gated)
@@ -138,7 +145,7 @@ def test_a_compiled_row_does_not_depend_on_its_company(
     weight = torch.randn(2 * n if gated else n, k).bfloat16()
     with compiled_kernels(True):
         layer = NativeLinear(weight, gated=gated, compress=compress)
-    x, norm = torch.randn(rows, k).bfloat16(), RMSNorm(torch.rand(k).bfloat16(), 1e-5)
+    x, norm = torch.randn(rows, k).bfloat16(), Norm(torch.rand(k).bfloat16(), 1e-5)
     residual = torch.randn(rows, n).bfloat16()
     together = layer(x, norm=norm, residual=residual)
     start = int(torch.randint(rows, ()))

@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.cpu.int4 import make_int4_linear
 from weft.kernels.cpu.int8 import make_int8_linear
-from weft.kernels.cpu.linear import RMSNorm
+from weft.kernels.cpu.linear import Norm
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -60,7 +60,7 @@ def test_equals_the_reference(
     inner, hidden = sizes
     weights = random_experts(experts, inner, hidden, dtype)
     x = torch.randn(tokens, hidden).to(dtype)
-    norm = RMSNorm(torch.rand(hidden).to(dtype), 1e-5) if with_norm else None
+    norm = Norm(torch.rand(hidden).to(dtype), 1e-5) if with_norm else None
     residual = torch.randn(tokens, hidden).to(dtype) if with_residual else None
     ids, scale = random_routes(tokens, experts, min(k, experts))
     with compiled_kernels(compiled):

@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
     heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (6, 6)]),
     dim=st.sampled_from([2, 8, 24, 64, 80, 128, 256, 320]),
     block_size=st.sampled_from([1, 4, 32]),
-    with_norms=st.booleans(),
+    with_norms=st.sampled_from(["none", "head", "each head"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     compiled=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -34,7 +34,7 @@ def test_equals_the_reference(
     heads: tuple[int, int],
     dim: int,
     block_size: int,
-    with_norms: bool,
+    with_norms: str,
     dtype: torch.dtype,
     compiled: bool,
     seed: int,
@@ -55,8 +55,11 @@ def test_equals_the_reference(
     inv_freq = torch.rand(dim // 2)
     qkv = torch.randn(tokens, (num_heads + 2 * kv_heads) * dim).to(dtype)
     norms = None
-    if with_norms:
+    if with_norms == "head":
         norms = HeadNorms(torch.rand(dim).to(dtype), torch.rand(dim).to(dtype), 1e-5)
+    elif with_norms == "each head":
+        q_norm, k_norm = torch.rand(num_heads, dim), torch.rand(kv_heads, dim)
+        norms = HeadNorms(q_norm.to(dtype), k_norm.to(dtype), 1e-5, is_centered=True)
     keys = torch.full((table.size, kv_heads, block_size, dim), torch.nan, dtype=dtype)
     values = keys.clone()
 
@@ -64,8 +67,8 @@ def test_equals_the_reference(
         qkv.view(tokens, -1, dim).clone().tensor_split((num_heads, num_heads + kv_heads), dim=1)
     )
     if norms is not None:
-        q = reference.rms_norm(q, norms.q, norms.eps)
-        k = reference.rms_norm(k, norms.k, norms.eps)
+        norm = reference.layer_norm if norms.is_centered else reference.rms_norm
+        q, k = norm(q, norms.q, norms.eps), norm(k, norms.k, norms.eps)
     q, k = (reference.rope(x, positions, inv_freq) for x in (q, k))
 
     with compiled_kernels(compiled):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.large_models import GLM4_MOE, MINIMAX_M2
+from support.large_models import COMMAND_R, GLM4_MOE, MINIMAX_M2
 from tpu_steps import LLAMA_8B, QWEN3_MOE
 
 from weft.models.memory.activations import LargestStep, cpu_activations, jax_activations
@@ -106,6 +106,8 @@ def test_a_step_on_triton_kernels_has_no_more_than_is_counted() -> None:
         (GLM4_MOE, 2, 4, False),
         (MINIMAX_M2, 1, 1, False),
         (MINIMAX_M2, 4, 1, True),
+        (COMMAND_R, 1, 1, False),
+        (COMMAND_R, 4, 1, True),
     ]
     script = Path(__file__).parents[2] / "support/step_memory.py"
     done = subprocess.run(

@@ -555,6 +555,27 @@ def test_layer_types_are_checked(
             {"rope_scaling": {"type": "dynamic", "alpha": 2.0}, "head_dim": 2},
             "rope_scaling.alpha is 2.0; supported is no such field for heads with 2 dimensions",
         ),
+        (
+            "Cohere2ForCausalLM",
+            {"sliding_window": None},
+            "sliding_window is null; supported is a number, because some layers have a window",
+        ),
+        ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm is true; supported is false"),
+        (
+            "CohereForCausalLM",
+            {"logit_scale": 0},
+            "logit_scale is 0; supported is a number above 0",
+        ),
+        (
+            "StableLmForCausalLM",
+            {"head_dim": 40},
+            "head_dim is 40; supported is heads that together have hidden_size, ",
+        ),
+        (
+            "StableLmForCausalLM",
+            {"partial_rotary_factor": 1.5},
+            "partial_rotary_factor is 1.5; supported is a part",
+        ),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is 8.0; supported is no such field"),
         (
             "Dots1ForCausalLM",

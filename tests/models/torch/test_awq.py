@@ -33,6 +33,8 @@ FAMILIES = (
     "glm4",
     "granite",
     "olmo2",
+    "cohere",
+    "stablelm",
     "qwen3_moe",
     "glm4_moe",
     "flex_olmo",

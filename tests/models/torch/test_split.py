@@ -42,6 +42,8 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "multiplied experts": ("granitemoeshared", {"tie_word_embeddings": True}),
     "normed experts": ("flex_olmo", {}),
     "dots": ("dots1", {}),
+    "parallel": ("cohere", {"attention_bias": True}),
+    "layer norms": ("stablelm", {"qk_layernorm": True}),
 }
 """Models that together have all parts of layers."""
 MODELS = {family: (family, {}) for family in FAMILIES} | PARTS
@@ -89,6 +91,12 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "normed experts": ("flex_olmo", {"num_hidden_layers": 1}),
     "scaled queries": ("ministral3", {"num_hidden_layers": 1}),
     "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
+    "parallel": ("cohere", {"num_hidden_layers": 1}),
+    "layer norms": ("stablelm", {"num_hidden_layers": 1, "qk_layernorm": True}),
+    "parallel windows": (
+        "cohere2",
+        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     **{family: (family, {"num_hidden_layers": 1}) for family in ALIKE},
     "dots": ("dots1", {"first_k_dense_replace": 0, "num_hidden_layers": 1}),
     "exaone4": (
@@ -102,6 +110,7 @@ OTHERS = (
     *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
     *("scaled queries", "normed after turning", "output norms", "multipliers"),
     *("multiplied experts", "normed experts"),
+    *("parallel", "layer norms", "parallel windows"),
     *(*ALIKE, "dots", "exaone4"),
 )
 
@@ -119,7 +128,7 @@ CASES: list[Case] = [
     *((model, "float32", Layout(ep=4)) for model in ("groups", "wide norms")),
     *((model, "float32", Layout(tp=2, ep=4)) for model in NEWER),
     ("llama", "bfloat16", Layout(tp=2)),
-    ("output norms", "float32", Layout(tp=4)),
+    *((model, "float32", Layout(tp=4)) for model in ("output norms", "parallel", "layer norms")),
     ("four norms", "float32", Layout(cp=2)),
     ("four norms", "float32", Layout(pp=2)),
     ("experts", "float32", Layout(ep=2)),
@@ -261,6 +270,7 @@ OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         ("window", Layout(cp=2)),
         ("tied", Layout(pp=2)),
         *((model, Layout(tp=2)) for model in ("shared gate", "wide norms", "four norms")),
+        ("parallel", Layout(tp=2)),
     ],
 }
 MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
@@ -271,6 +281,7 @@ MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         *((model, Layout(tp=2, ep=2)) for model in ("groups", "wide norms")),
         ("wide norms", Layout(cp=2)),
         ("output norms", Layout(tp=2)),
+        *((model, Layout(tp=2)) for model in ("layer norms", "parallel windows")),
         ("four norms", Layout(cp=2)),
         *((model, Layout(tp=2)) for model in ("multiplied experts", "normed experts")),
         *((model, Layout(ep=2)) for model in ("multiplied experts", "normed experts")),
@@ -323,6 +334,7 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
     ("size", "layouts"),
     [
         (1, [(model, Layout()) for model in ("shared gate", "groups", "wide norms", "four norms")]),
+        (1, [(model, Layout()) for model in ("parallel", "layer norms")]),
         (2, [("llama", Layout(tp=2)), ("window", Layout(cp=2))]),
         pytest.param(1, [(model, Layout()) for model in OTHERS], marks=pytest.mark.slow),
         pytest.param(
@@ -354,7 +366,7 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["1", "2", "1 more", "2 more", "each family", "4"],
+    ids=["1", "layer norms", "2", "1 more", "2 more", "each family", "4"],
 )
 def test_gpu_kernels_between_plain_collectives_give_the_tokens_of_cpu_kernels(
     size: int, layouts: list[tuple[str, Layout]], interpreted: dict[str, Path]

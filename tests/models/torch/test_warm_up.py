@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.large_models import GLM4_MOE, MINIMAX_M2, QWEN2_MOE
+from support.large_models import COMMAND_R, GLM4_MOE, MINIMAX_M2, QWEN2_MOE
 from tpu_steps import LLAMA_8B, QWEN3_MOE
 
 from weft.models.torch import warm_up
@@ -30,6 +30,7 @@ MODELS = [
     (QWEN3_MOE, 4, 1),
     (GLM4_MOE, 4, 1),
     (MINIMAX_M2, 8, 8),
+    (COMMAND_R, 4, 1),
 ]
 MORE_MODELS = [
     (GLM4_MOE, 1, 8),

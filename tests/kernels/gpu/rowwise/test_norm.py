@@ -16,7 +16,7 @@ from support.rows import bounded, finds, same
 
 from weft.kernels import reference
 from weft.kernels.gpu.rowwise import norm, rows
-from weft.kernels.gpu.rowwise.norm import mean_squares, rms_norm
+from weft.kernels.gpu.rowwise.norm import layer_norm, mean_squares, rms_norm
 from weft.kernels.gpu.runtime.arguments import KernelError
 
 EPS = 1e-5
@@ -73,6 +73,43 @@ def test_equals_the_reference(
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(0, 9),
+    columns=st.one_of(st.integers(1, 300), st.sampled_from([1023, 4096, 5120])),
+    dtype=DTYPES,
+    weight_dtype=DTYPES,
+    biased=st.booleans(),
+    with_residual=st.booleans(),
+    offset=st.sampled_from([0.0, 30.0]),
+    seed=SEEDS,
+)
+def test_layer_norm_equals_the_reference(
+    tokens: int,
+    columns: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    biased: bool,
+    with_residual: bool,
+    offset: float,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    x, weight = (offset + torch.randn(tokens, columns)).to(dtype), torch.randn(columns)
+    bias = torch.randn(columns).to(weight_dtype) if biased else None
+    residual = torch.randn(tokens, columns).to(dtype) if with_residual else None
+    out, total, _ = layer_norm(x, weight.to(weight_dtype), EPS, bias=bias, residual=residual)
+    summed = x
+    if residual is not None:
+        assert total is not None
+        summed = (x.float() + residual.float()).to(dtype)
+        same(total, summed)
+    # With one column, rounding the mean leaves what epsilon divides.
+    expected = reference.layer_norm(summed, weight.to(weight_dtype), EPS, bias)
+    assert out.dtype == dtype
+    close(out, expected, dtype)
+
+
 def test_rows_of_zeros() -> None:
     x = torch.zeros(2, 5)
     out, _, scale = rms_norm(x, torch.ones(5), EPS, fp8=True)
@@ -113,6 +150,19 @@ def test_what_cannot_be_normalised(options: dict[str, object], message: str) -> 
     arguments: dict[str, object] = {"x": torch.zeros(4, 3), "weight": torch.zeros(3), "eps": 1e-6}
     with pytest.raises(KernelError, match=f"^rms_norm: {message}"):
         rms_norm(**arguments | options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": torch.zeros(4)}, r"x's shape is \[4\]; it must be a matrix"),
+        ({"bias": torch.zeros(4)}, r"bias's shape is \[4\]; it must be \[3\]"),
+    ],
+)
+def test_what_has_no_layer_norm(options: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"x": torch.zeros(4, 3), "weight": torch.zeros(3), "eps": 1e-6}
+    with pytest.raises(KernelError, match=f"^layer_norm: {message}"):
+        layer_norm(**arguments | options)  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,6 +223,14 @@ def check(module: ModuleType) -> None:
     torch.testing.assert_close(out.float() * scale[:, None], expected, atol=0.07, rtol=0.07)
 
 
+def check_layer_norm(module: ModuleType) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = 3 + torch.randn(5, 37), torch.randn(37), torch.randn(37)
+    residual = torch.randn(5, 37)
+    out, total, _ = module.layer_norm(x, weight, 0.5, bias=bias, residual=residual)
+    torch.testing.assert_close(out, reference.layer_norm(total, weight, 0.5, bias))
+
+
 def check_squares(module: ModuleType) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 1500)
@@ -184,6 +242,7 @@ def check_squares(module: ModuleType) -> None:
 
 def test_nothing_is_found_without_a_fault() -> None:
     assert not finds(check, norm)
+    assert not finds(check_layer_norm, norm)
     assert not finds(check_squares, norm)
 
 
@@ -201,6 +260,21 @@ def test_nothing_is_found_without_a_fault() -> None:
 )
 def test_a_fault_is_found(old: str, new: str, tmp_path: Path) -> None:
     assert finds(check, planted(norm, tmp_path, (old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.sum(row, axis=0) / N", "tl.sum(row, axis=0) / BLOCK"),
+        ("tl.where(inside, row - tl.sum(row, axis=0) / N, 0.0)", "row - tl.sum(row, axis=0) / N"),
+        ("row += tl.load(bias", "row -= tl.load(bias"),
+        ("BLOCK, bias, CENTERED)", "BLOCK, None, CENTERED)"),
+        ("BLOCK, bias, CENTERED)", "BLOCK, bias, False)"),
+        ("CENTERED=centered", "CENTERED=False"),
+    ],
+)
+def test_a_fault_in_layer_norm_is_found(old: str, new: str, tmp_path: Path) -> None:
+    assert finds(check_layer_norm, planted(norm, tmp_path, (old, new)))
 
 
 @pytest.mark.parametrize(

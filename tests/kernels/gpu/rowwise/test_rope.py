@@ -55,7 +55,11 @@ def expected(
     count = qkv.shape[1] // dim
     parts = (heads, heads + (count - heads) // 2)
     q, k, v = qkv.view(len(qkv), count, dim).tensor_split(parts, dim=1)
-    if norms is not None:
+    if norms is not None and norms.is_centered:
+        q, k = (
+            reference.layer_norm(part, weight, EPS) for part, weight in ((q, norms.q), (k, norms.k))
+        )
+    elif norms is not None:
         parts = ((q, norms.q), (k, norms.k))
         q, k = (
             reference.rms_norm(part.flatten(1) if over_all else part, weight, EPS).view(part.shape)
@@ -70,7 +74,7 @@ def expected(
     heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (6, 6), (32, 4)]),
     dim=st.sampled_from([2, 8, 24, 64, 80, 128, 256]),
     block_size=st.sampled_from([1, 4, 32]),
-    norm=st.sampled_from(["none", "head", "heads"]),
+    norm=st.sampled_from(["none", "head", "each head", "centered", "heads"]),
     fp8=st.sampled_from(["no", "scaled", "plain"]),
     wide=st.booleans(),
     bad=st.booleans(),
@@ -110,6 +114,11 @@ def test_equals_the_reference(
     norms = means = None
     if norm == "head":
         norms = HeadNorms(torch.rand(dim).to(dtype), torch.rand(dim), EPS)
+    elif norm == "centered":
+        norms = HeadNorms(torch.rand(dim).to(dtype), torch.rand(dim), EPS, is_centered=True)
+    elif norm == "each head":
+        q_norm, k_norm = torch.rand(num_heads, dim).to(dtype), torch.rand(kv_heads, dim)
+        norms = HeadNorms(q_norm, k_norm, EPS, is_centered=seed % 2 == 0)
     elif norm == "heads":
         widths = num_heads * dim, kv_heads * dim
         norms = HeadNorms(torch.rand(widths[0]).to(dtype), torch.rand(widths[1]), EPS)
@@ -150,8 +159,16 @@ def test_equals_the_reference(
         same(values.inside[pages[good].long(), :, slots[good].long()], v[good].to(dtype))
 
 
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_equals_the_cpus(with_norms: bool) -> None:
+@pytest.mark.parametrize(
+    "norms",
+    [
+        None,
+        HeadNorms(torch.rand(16), torch.rand(16), EPS),
+        HeadNorms(torch.rand(4, 16), torch.rand(2, 16), EPS, is_centered=True),
+    ],
+    ids=["none", "head", "each head"],
+)
+def test_equals_the_cpus(norms: HeadNorms | None) -> None:
     plan = AttentionPlan.build(
         *(np.array([0, 5, 6], np.int32), np.array([9, 3], np.int32)),
         np.array([[4, 1, 0], [2, 3, 5]]),
@@ -159,7 +176,6 @@ def test_equals_the_cpus(with_norms: bool) -> None:
     )
     positions, inv_freq = torch.tensor([4, 5, 6, 7, 8, 2]), torch.rand(8)
     qkv = torch.randn(6, (4 + 2 * 2) * 16)
-    norms = HeadNorms(torch.rand(16), torch.rand(16), EPS) if with_norms else None
     rotation = Rotation.of(positions, inv_freq, torch.float32)
     ours, theirs = ([torch.zeros(6, 2, 4, 16) for _ in range(2)] for _ in range(2))
     queries, status = rotate_into_cache(
@@ -168,7 +184,7 @@ def test_equals_the_cpus(with_norms: bool) -> None:
     assert not status.any()
     near(
         queries,
-        on_cpu.rotate_into_cache(qkv, rotation, *theirs, plan, heads=4, norms=norms),
+        on_cpu.rotate_into_cache(qkv.clone(), rotation, *theirs, plan, heads=4, norms=norms),
         torch.float32,
     )
     for mine, other in zip(ours, theirs, strict=True):
@@ -224,6 +240,17 @@ def arguments(**changes: object) -> dict[str, object]:
         ({"rotation": Rotation(torch.zeros(3, 4), torch.zeros(3, 2))}, "rotation.sin's shape"),
         ({"norms": HeadNorms(torch.zeros(4), torch.zeros(3), EPS)}, "norms.k's shape"),
         (
+            {"norms": HeadNorms(torch.zeros(2, 4), torch.zeros(2, 4), EPS)},
+            r"norms.k's shape is \[2, 4\]; it must be \[1, 4\]",
+        ),
+        (
+            {
+                "norms": HeadNorms(torch.zeros(8), torch.zeros(4), EPS, is_centered=True),
+                "means": torch.zeros(3, 2),
+            },
+            "means is given; it must not be: the norms are centered",
+        ),
+        (
             {"norms": HeadNorms(torch.zeros(4), torch.zeros(4), EPS), "means": torch.zeros(3, 2)},
             r"norms.q's shape is \[4\]; it must be \[8\]",
         ),
@@ -269,12 +296,14 @@ def test_older_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 # Planted faults.
 
 
-def check(module: ModuleType, *, over_all: bool = False) -> None:
+def check(module: ModuleType, *, over_all: bool = False, by_head: bool = False) -> None:
     torch.manual_seed(0)
     positions, inv_freq = torch.tensor([0, 3, 900, 7]), torch.rand(20)
     qkv = torch.randn(4, (40 + 2 * 3) * 40)
     q_heads, k_heads = (40, 3) if over_all else (1, 1)
     norms = HeadNorms(torch.rand(q_heads * 40), torch.rand(k_heads * 40), EPS)
+    if by_head:
+        norms = HeadNorms(torch.rand(40, 40), torch.rand(3, 40), EPS, is_centered=True)
     means = mean_squares(qkv, 40 * 40, 3 * 40) if over_all else None
     pages, slots = torch.tensor([1, -1, 2, 0]), torch.tensor([4, 0, 5, 2])
     keys, values = (
@@ -301,6 +330,7 @@ def check(module: ModuleType, *, over_all: bool = False) -> None:
 def test_nothing_is_found_without_a_fault() -> None:
     assert not finds(check, rope)
     assert not finds(partial(check, over_all=True), rope)
+    assert not finds(partial(check, by_head=True), rope)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +367,22 @@ def test_a_fault_is_found(old: str, new: str, tmp_path: Path) -> None:
 )
 def test_a_fault_in_norms_over_all_heads_is_found(old: str, new: str, tmp_path: Path) -> None:
     assert finds(partial(check, over_all=True), planted(rope, tmp_path, (old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("[:, None] / dim", "[:, None] / half"),
+        ("tl.sum(first, axis=1) + tl.sum(second, axis=1)", "2 * tl.sum(first, axis=1)"),
+        ("tl.where(inside[None, :], first - mean, 0.0)", "first - mean"),
+        ("tl.where(inside[None, :], second - mean, 0.0)", "second"),
+        ("k_norm + (head[:, None] - heads) * dim", "k_norm + head[:, None] * 0"),
+        ("CENTERED=norms is not None and norms.is_centered", "CENTERED=False"),
+        ("or norms.q.dim() == 2)", ")"),
+    ],
+)
+def test_a_fault_in_layer_norms_of_each_head_is_found(old: str, new: str, tmp_path: Path) -> None:
+    assert finds(partial(check, by_head=True), planted(rope, tmp_path, (old, new)))
 
 
 def test_a_fault_in_the_rounding_is_found(tmp_path: Path) -> None:
