@@ -227,11 +227,9 @@ class NativeLinear:
         )
         self._escapes: Tensor | None = None
         panels = -(-self.out_features // (native.COLUMNS // 2 if gated else native.COLUMNS))
-        if compress and scale is None:
-            self._find_escapes(parts, rows, panels)
+        if not (compress and scale is None and self._compress(parts, rows, panels)):
+            self._pack(rows, panels)
         self.format = native.Format(self.matrix.format)
-        bytes_each = self.format.panel_bytes(self.in_features)
-        self._weight = torch.empty(panels, bytes_each, dtype=torch.uint8)
         if halves is not None:
             # [panels, groups, COLUMNS]: before the codes of each group.
             groups = self._weight.view(panels, halves.shape[1], -1)
@@ -243,25 +241,40 @@ class NativeLinear:
                     groups[..., start : start + numbers.shape[-1]] = numbers
                     start += numbers.shape[-1]
         self.matrix.weight = self._weight.data_ptr()
-        native.kernels().weft_pack(
-            *(rows.data_ptr(), byref(self.matrix), self.matrix.weight, self.matrix.escapes)
-        )
         self._call = native.kernels().weft_linear
 
-    def _find_escapes(self, parts: Sequence[Tensor], rows: Tensor, panels: int) -> None:
-        """Compress the matrix if few enough numbers need more than 12 bits."""
+    def _pack(
+        self,
+        rows: Tensor,
+        panels: int,
+        escapes: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> None:
+        """Pack the rows, in the matrix's format; a compressed one also fills the last two."""
+        bytes_each = native.Format(self.matrix.format).panel_bytes(self.in_features)
+        self._weight = torch.empty(panels, bytes_each, dtype=torch.uint8)
+        most = 0 if escapes is None else len(escapes)
+        native.kernels().weft_pack(
+            *(rows.data_ptr(), byref(self.matrix), self._weight.data_ptr()),
+            *(native.address(escapes), most, native.address(start)),
+        )
+
+    def _compress(self, parts: Sequence[Tensor], rows: Tensor, panels: int) -> bool:
+        """Pack the matrix compressed, if few enough numbers need more than 12 bits."""
         matrix = self.matrix
         matrix.top = _top_exponent(parts)
-        start = torch.zeros(panels + 1, dtype=torch.int64)
-        native.kernels().weft_count_escapes(rows.data_ptr(), byref(matrix), start[1:].data_ptr())
-        start.cumsum_(0)
-        if int(start[-1]) > len(rows) * self.in_features * MAX_ESCAPES:
-            return
-        self._escape_start = start
-        self._escapes = torch.empty(int(start[-1]), native.ESCAPE_BYTES, dtype=torch.uint8)
         matrix.format = native.Format.COMPRESSED
+        most = int(len(rows) * self.in_features * MAX_ESCAPES)
+        escapes = torch.empty(most, native.ESCAPE_BYTES, dtype=torch.uint8)
+        start = torch.empty(panels + 1, dtype=torch.int64)
+        self._pack(rows, panels, escapes, start)
+        if int(start[-1]) > most:
+            matrix.format = native.Format.PLAIN
+            return False
+        self._escapes, self._escape_start = escapes[: int(start[-1])].clone(), start
         matrix.escapes = self._escapes.data_ptr()
         matrix.escape_start = start.data_ptr()
+        return True
 
     def __call__(
         self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None

@@ -31,7 +31,7 @@ BUILD = "_native" if torch.cpu._is_avx512_bf16_supported() else "_native_avx2"
 FILE = Path(__file__).with_name(f"{BUILD}{sysconfig.get_config_var('EXT_SUFFIX')}")
 """The library, if it was built."""
 
-VERSION = 5
+VERSION = 6
 """The version both sides must have; csrc/weft.h."""
 
 COLUMNS = 32
@@ -200,8 +200,7 @@ class MlpLayer(Structure):
 
 
 _SIGNATURES = {
-    "weft_pack": (c_void_p, POINTER(Matrix), c_void_p, c_void_p),
-    "weft_count_escapes": (c_void_p, POINTER(Matrix), c_void_p),
+    "weft_pack": (c_void_p, POINTER(Matrix), c_void_p, c_void_p, c_int64, c_void_p),
     "weft_weight_rows": (POINTER(Matrix), c_void_p, c_int64, c_void_p),
     "weft_linear": (POINTER(Matrix), POINTER(Rows), c_int64, c_void_p, c_void_p),
     "weft_route": (c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p),

@@ -199,8 +199,8 @@ class TorchRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
-        with torch.inference_mode():
-            weights = Weights(path, spec, progress, layout)
+        weights = Weights(path, spec, progress, layout)
+        with torch.inference_mode(), weights.read_ahead():
             compute: torch.dtype = getattr(torch, dtype)
             max_tokens = max_num_batched_tokens
             model: CpuModel | GpuModel

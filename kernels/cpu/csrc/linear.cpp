@@ -21,6 +21,7 @@
 // which the operating system takes away for a while costs one panel and not its share of all.
 #include "vector.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -381,13 +382,13 @@ template <typename Columns>
 void pack_int4(const void* const* rows, const Matrix& m, int64_t panel, char* out) {
   for_pairs<int8_t>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
     const int64_t group = pair / Columns::GROUP * Columns::GROUP;
-    pack_codes(left, right, out + offset_of<Columns>(group) + Columns::SCALES +
-                                (pair - group) * Columns::PAIR);
+    join_codes(_mm512_packus_epi16(left, right), out + offset_of<Columns>(group) + Columns::SCALES +
+                                                     (pair - group) * Columns::PAIR);
   });
 }
 
 void pack_panel(const void* const* rows, const Matrix& m, int64_t panel, char* out,
-                Escape* escapes) {
+                std::vector<Escape>& escapes) {
   if (m.format == PLAIN) {
     for_pairs<bf16>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
       _mm512_storeu_si512(out + pair * PlainColumns::PAIR, left);
@@ -404,17 +405,18 @@ void pack_panel(const void* const* rows, const Matrix& m, int64_t panel, char* o
   } else if (m.format == INT4_ZEROS) {
     pack_int4<Int4Columns<true>>(rows, m, panel, out);
   } else {
+    const CompressedColumns columns(m.top);
     for_pairs<bf16>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
-      uint64_t found;
-      CompressedColumns::store(left, right, m.top, out + pair * CompressedColumns::PAIR, found);
+      uint64_t found = columns.store(left, right, out + pair * CompressedColumns::PAIR);
       if (!found) return;
       alignas(64) bf16 values[64];
       _mm512_store_si512(values, left);
       _mm512_store_si512(values + 32, right);
       for (; found; found &= found - 1) {
-        const int i = __builtin_ctzll(found);
-        *escapes++ = {static_cast<int32_t>(2 * pair + i % 2), static_cast<uint16_t>(i / 2),
-                      values[i]};
+        const int place = __builtin_ctzll(found), column = CompressedColumns::column_of(place);
+        const int which = CompressedColumns::which_of(place);
+        escapes.push_back({static_cast<int32_t>(2 * pair + which), static_cast<uint16_t>(column),
+                           values[2 * column + which]});
       }
     });
   }
@@ -427,33 +429,29 @@ using namespace weft;
 
 int32_t weft_version() { return WEFT_VERSION; }
 
-void weft_pack(const void* const* rows, const Matrix* matrix, void* out, Escape* escapes) {
+void weft_pack(const void* const* rows, const Matrix* matrix, void* out, Escape* escapes,
+               int64_t most, int64_t* escape_start) {
   const Matrix& m = *matrix;
+  const int64_t panels = panels_of(m);
   int64_t bytes = 0;
   with_columns(m, [&](const auto& kind) {
     bytes = panel_bytes<std::decay_t<decltype(kind)>>((m.k + 1) / 2);
   });
+  std::vector<std::vector<Escape>> found(panels);
+  std::atomic<int64_t> count{0};
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t panel = 0; panel < panels_of(m); ++panel)
-    pack_panel(rows, m, panel, static_cast<char*>(out) + panel * bytes,
-               m.format == COMPRESSED ? escapes + m.escape_start[panel] : nullptr);
-}
-
-void weft_count_escapes(const void* const* rows, const Matrix* matrix, int64_t* counts) {
-  const Matrix& m = *matrix;
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t panel = 0; panel < panels_of(m); ++panel) {
-    counts[panel] = 0;
-    for (int64_t c = 0; c < COLUMNS; ++c) {
-      const int64_t at = row_of(m, panel, c);
-      if (at < 0) continue;
-      const bf16* row = static_cast<const bf16*>(rows[at]);
-      for (int64_t i = 0; i < m.k; i += 32) {
-        const __mmask32 lanes = first_lanes(m.k - i) | __mmask32{first_lanes(m.k - i - 16)} << 16;
-        counts[panel] += __builtin_popcount(
-            CompressedColumns::find_escapes(load_numbers(row + i, lanes), m.top));
-      }
-    }
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    if (count > most) continue;
+    pack_panel(rows, m, panel, static_cast<char*>(out) + panel * bytes, found[panel]);
+    count += static_cast<int64_t>(found[panel].size());
+  }
+  if (m.format != COMPRESSED) return;
+  escape_start[0] = 0;
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const auto size = static_cast<int64_t>(found[panel].size());
+    escape_start[panel + 1] = escape_start[panel] + size;
+    if (count <= most)
+      std::copy(found[panel].begin(), found[panel].end(), escapes + escape_start[panel]);
   }
 }
 
@@ -549,7 +547,7 @@ void weft_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, co
   gathered.index = token.data();
   if (count) {
     product(up, gathered, nullptr, inner);
-    product(back, {inner, down[0].k, nullptr, nullptr, 0}, nullptr, result);
+    product(back, {inner, down[0].k, nullptr, {}}, nullptr, result);
   }
 #pragma omp parallel for if (tokens > 16)
   for (int64_t t = 0; t < tokens; ++t)

@@ -207,8 +207,7 @@ inline __m512i unpack_codes(const char* at) {
   return _mm512_and_si512(_mm512_srlv_epi32(codes, shifts), _mm512_set1_epi8(15));
 }
 
-inline void pack_codes(__m512i left, __m512i right, char* at) {
-  const __m512i codes = _mm512_packus_epi16(left, right);
+inline void join_codes(__m512i codes, char* at) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at),
                       _mm256_or_si256(_mm512_castsi512_si256(codes),
                                       _mm256_slli_epi16(_mm512_extracti64x4_epi64(codes, 1), 4)));
@@ -284,6 +283,7 @@ struct CompressedColumns : UngroupedColumns {
     alignas(16) uint8_t upper[16];
     for (int code = 0; code < 16; ++code) upper[code] = upper_byte(code, top);
     upper_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<__m128i*>(upper)));
+    top_ = _mm512_set1_epi8(static_cast<char>(top));
   }
 
   void load(const char* at, __m512bh& left, __m512bh& right) const {
@@ -293,29 +293,34 @@ struct CompressedColumns : UngroupedColumns {
     right = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
   }
 
-  // What `load` takes apart; `escapes` are bits of the left numbers, then of the right ones.
-  static void store(__m512i left, __m512i right, int top, char* at, uint64_t& escapes) {
-    const __mmask32 left_escapes = find_escapes(left, top), right_escapes = find_escapes(right, top);
-    escapes = left_escapes | uint64_t{right_escapes} << 32;
-    pack_codes(code(left, left_escapes, top), code(right, right_escapes, top), at);
+  // What `load` takes apart. Returns a bit for each number whose upper byte no code gives back, by
+  // its place; `load` makes it 0.
+  uint64_t store(__m512i left, __m512i right, char* at) const {
     const __m512i byte = _mm512_set1_epi16(0xff);
-    left = _mm512_and_si512(_mm512_maskz_mov_epi16(~left_escapes, left), byte);
-    right = _mm512_and_si512(_mm512_maskz_mov_epi16(~right_escapes, right), byte);
-    _mm512_storeu_si512(at + 32, _mm512_packus_epi16(left, right));
+    __m512i lower =
+        _mm512_packus_epi16(_mm512_and_si512(left, byte), _mm512_and_si512(right, byte));
+    const __m512i upper = _mm512_packus_epi16(_mm512_srli_epi16(left, 8), _mm512_srli_epi16(right, 8));
+    const __m512i none = _mm512_set1_epi8(CODES);
+    const __m512i exponent = _mm512_and_si512(upper, _mm512_set1_epi8(0x7f));
+    const __m512i sign = _mm512_and_si512(_mm512_srli_epi16(upper, 4), _mm512_set1_epi8(8));
+    __m512i code = _mm512_or_si512(_mm512_min_epu8(_mm512_sub_epi8(top_, exponent), none), sign);
+    const uint64_t escapes = _mm512_cmpneq_epi8_mask(_mm512_shuffle_epi8(upper_, code), upper);
+    if (escapes) {
+      code = _mm512_mask_mov_epi8(code, escapes, none);
+      lower = _mm512_maskz_mov_epi8(~escapes, lower);
+    }
+    join_codes(code, at);
+    _mm512_storeu_si512(at + 32, lower);
+    return escapes;
   }
 
-  // Of 32 numbers: those with an exponent that has no code.
-  static __mmask32 find_escapes(__m512i numbers, int top) {
-    const __m512i exponent = upper_exponent(numbers), below = steps_below(exponent, top);
-    const __mmask32 negative = _mm512_movepi16_mask(numbers);
-    return (negative & _mm512_cmpgt_epu16_mask(below, _mm512_set1_epi16(CODES))) |
-           (~negative & _mm512_cmpge_epu16_mask(below, _mm512_set1_epi16(CODES)) &
-            _mm512_test_epi16_mask(exponent, exponent));
-  }
+  // The column of a place, and 0 or 1 for the first or the second number of the pair: unpack takes
+  // turns between eight numbers of the left columns and eight of the right ones.
+  static int column_of(int place) { return place / 8 % 2 * 16 + place / 16 * 4 + place % 8 / 2; }
+  static int which_of(int place) { return place % 2; }
 
   // The number of a pair in a column, 0 or 1 for the first or the second of the pair.
   static bf16 number(const char* at, int column, int which, int top) {
-    // unpack takes turns between eight of the left columns and eight of the right ones.
     const int place = column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + which;
     const int code = static_cast<uint8_t>(at[place % 32]) >> place / 32 * 4 & 15;
     return static_cast<bf16>(upper_byte(code, top) << 8 | static_cast<uint8_t>(at[32 + place]));
@@ -327,22 +332,8 @@ struct CompressedColumns : UngroupedColumns {
     return static_cast<uint8_t>(code / 8 << 7 | exponent);
   }
 
-  static __m512i upper_exponent(__m512i numbers) {
-    return _mm512_and_si512(_mm512_srli_epi16(numbers, 8), _mm512_set1_epi16(0x7f));
-  }
-
-  static __m512i steps_below(__m512i exponent, int top) {
-    return _mm512_sub_epi16(_mm512_set1_epi16(static_cast<short>(top)), exponent);
-  }
-
-  static __m512i code(__m512i numbers, __mmask32 escapes, int top) {
-    const __m512i none = _mm512_set1_epi16(CODES);
-    const __m512i code = _mm512_min_epu16(steps_below(upper_exponent(numbers), top), none);
-    const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(numbers, 15), 3);
-    return _mm512_mask_mov_epi16(_mm512_or_si512(sign, code), escapes, none);
-  }
-
   __m512i upper_;  // the upper byte that each code stands for
+  __m512i top_;    // the highest exponent with a code, in each byte
 };
 
 inline __m512bh broadcast_pair(const bf16* p) {

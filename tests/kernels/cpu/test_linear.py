@@ -368,11 +368,29 @@ def test_a_normal_weight_is_stored_in_three_quarters() -> None:
 
 
 def test_a_weight_of_many_scales_is_not_compressed() -> None:
-    weight = (torch.randn(64, 64) * torch.exp2(torch.randint(-40, 0, (64, 1)))).bfloat16()
+    """Packing stops at the first panels with too many escapes; all panels are then packed plain."""
+    weight = (torch.randn(640, 64) * torch.exp2(torch.randint(-40, 0, (640, 1)))).bfloat16()
     with compiled_kernels(True):
         layer = NativeLinear(weight)
+        rows = layer.weight_rows(torch.arange(640))
     assert layer.format == native.Format.PLAIN
     assert layer.nbytes == weight.nbytes
+    assert rows.equal(weight)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_last_escape_that_is_allowed(over: int) -> None:
+    """One more, in any panel, and the weight is stored as it is."""
+    weight = torch.ones(320, 64)
+    most = int(weight.numel() * module.MAX_ESCAPES)
+    place = torch.randperm(weight.numel())[: most + over]
+    weight.view(-1)[place] = 1e-30
+    weight = weight.bfloat16()
+    with compiled_kernels(True):
+        layer = NativeLinear(weight)
+        rows = layer.weight_rows(torch.arange(320))
+    assert layer.format == (native.Format.PLAIN if over else native.Format.COMPRESSED)
+    assert rows.equal(weight)
 
 
 def test_rows_of_other_weights_are_refused() -> None:
