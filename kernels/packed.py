@@ -70,9 +70,9 @@ class PackedMatrix:
         """Size in memory."""
         return sum(part.numel() * part.element_size() for part in self.parts)
 
-    def to(self, device: torch.device) -> PackedMatrix:
-        """Copy to a device."""
-        codes, scales, *zeros = (part.to(device, copy=True) for part in self.parts)
+    def map(self, copy: Callable[[Tensor], Tensor]) -> PackedMatrix:
+        """Return the matrix with a copy of each part."""
+        codes, scales, *zeros = map(copy, self.parts)
         return replace(self, codes=codes, scales=scales, zeros=zeros[0] if zeros else None)
 
     def scaled(self, factor: float) -> PackedMatrix:

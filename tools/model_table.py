@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain, product
@@ -58,8 +59,10 @@ Tests dequantize each rank's part, and compare it bit by bit with a plain checkp
 compare the numbers in jax, and on GPUs the model's tokens. One test crosses all formats with some
 families; another reads each family in one format, in the column "quantized" above.
 
-CPUs and TPUs dequantize the weights when loading. GPUs keep them packed: the last column has the
-form of the numbers in memory.
+TPUs dequantize the weights when loading. GPUs keep them packed, and CPUs some of them: the last
+columns have the form of the numbers in memory. On CPUs, this needs compiled kernels and bfloat16.
+int4 then has scales for whole rows or for groups of 32, 64 or more columns, and int8 for whole rows
+without zero points. Others are dequantized.
 """
 GGUF = """## GGUF files
 
@@ -376,6 +379,7 @@ def page(made: Cells) -> str:
             *(row.split(": ") if row == OTHER else [f"`{word}`" for word in row.split(": ")]),
             *(made.formats[row, each] for each in COLUMNS),
             ", ".join(sorted({kind_of(spec) for spec in format_rows().get(row, {}).values()})),
+            on_cpus(row),
         ]
         for row in [*format_rows(), OTHER]
     ]
@@ -387,7 +391,7 @@ def page(made: Cells) -> str:
             "## Families\n",
             _table(["family", "architecture", *heads, *FAMILY_COLUMNS[len(COLUMNS) :]], own),
             FORMATS,
-            _table(["`quant_method`", "stored as", *heads, "numbers on GPUs"], formats),
+            _table(["`quant_method`", "stored as", *heads, "on GPUs", "on CPUs"], formats),
             f"[{Path(STORED).name}](../{STORED}) crosses each format with these families: "
             f"{crossed()}.\n",
             GGUF,
@@ -397,6 +401,16 @@ def page(made: Cells) -> str:
             _table(["", "message"], messages),
         ]
     )
+
+
+def on_cpus(row: str) -> str:
+    """Return the forms of a format's numbers in a CPU's memory, with groups of a usual size."""
+    from weft.models.checkpoint.packing import kind_of
+
+    specs = format_rows().get(row, {}).values()
+    usual = [replace(spec, block=(1, 128 if spec.block[1] else 0)) for spec in specs]
+    kept = {kind_of(spec) for spec in usual if spec.native_bytes((128, 128)) is not None}
+    return ", ".join(sorted(kept)) or ("dequantized" if usual else "")
 
 
 def crossed() -> str:

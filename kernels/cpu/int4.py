@@ -5,9 +5,9 @@ llama.cpp's Q4_0 (ggml/src/ggml-quants.c, quantize_row_q4_0_ref). A weight takes
 bfloat16. Of a group's scales in SCALES, the one with the least squared error is kept: 7% less error
 than Q4_0's on normal numbers. Zero points would save another 11%, but take 5 bits.
 
-With compiled kernels, a bfloat16 layer is a NativeLinear: it widens the integers to bfloat16 as it
-reads them, which is exact, and multiplies each group's sum by its scale in float32. Elsewhere, it
-is an Int4Linear.
+quantized.py makes the layers. With compiled kernels, a bfloat16 layer is a NativeLinear: it widens
+the integers to bfloat16 as it reads them, which is exact, and multiplies each group's sum by its
+scale in float32. With AVX2, it rounds activations to int8 instead. Elsewhere, it is an Int4Linear.
 
 If the input's size is not a multiple of GROUP, the last group is shorter. Each rank of a tensor
 parallel group rounds its own part, so its groups begin with its first input.
@@ -24,13 +24,9 @@ from torch.nn.functional import pad
 from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import (
     BLOCK_ELEMENTS,
-    Linear,
-    NativeLinear,
     TorchLinear,
-    Weight,
     check_linear,
     matmul_transposed,
-    whole,
 )
 
 GROUP = native.GROUP
@@ -46,19 +42,6 @@ ZERO = 8
 
 TORCH_COLUMNS = 16
 """torch's kernel needs an output size that is a multiple of this."""
-
-
-def make_int4_linear(weight: Weight, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-    """Make the fastest int4 layer available here; see Int4Linear for the arguments.
-
-    The weight may come in parts, stacked by row.
-    """
-    check_linear(weight, bias, gated=gated)
-    weight = whole(weight)
-    if not native.supports(weight.dtype):
-        return Int4Linear(weight, bias, gated=gated)
-    codes, scale = quantize(weight.detach())
-    return NativeLinear(codes, bias, scale=scale, gated=gated)
 
 
 class Int4Linear(TorchLinear):
@@ -169,6 +152,8 @@ def _round(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         integers = torch.where(better, rounded, integers)
     assert scale is not None
     assert integers is not None
+    # A scale without a number would only widen the range of its row's scales.
+    scale = scale.masked_fill((integers == 0).all(dim=-1, keepdim=True), 0)
     return integers.nan_to_num_(), scale.squeeze(-1)
 
 

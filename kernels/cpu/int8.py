@@ -4,12 +4,12 @@ This is weight-only quantization: activations stay as they are, so nothing depen
 weight row is rounded to 127 steps on each side of zero, symmetric (absmax; Dettmers et al. 2022,
 section 2). Decoding one request reads all weights once per token, and int8 halves these bytes.
 
-With compiled kernels, a bfloat16 layer is a NativeLinear. It widens the integers to bfloat16 as it
-reads them, which is exact. Int8Linear serves other CPUs. Up to FEW_ROWS rows run in torch's
-weight-only kernel. That kernel works on whole vectors and does not check: other widths would make
-it read out of bounds. With more rows, products dominate, and that kernel has no fast ones. Blocks
-of the weight are then converted to the activations' dtype and multiplied by oneDNN, and the scales
-are applied to the result.
+quantized.py makes the layers. With compiled kernels, a bfloat16 layer is a NativeLinear. It widens
+the integers to bfloat16 as it reads them, which is exact. Int8Linear serves other CPUs. Up to
+FEW_ROWS rows run in torch's weight-only kernel. That kernel works on whole vectors and does not
+check: other widths would make it read out of bounds. With more rows, products dominate, and that
+kernel has no fast ones. Blocks of the weight are then converted to the activations' dtype and
+multiplied by oneDNN, and the scales are applied to the result.
 
 Not handled: gradients, int8 activations, scales per input group.
 """
@@ -19,16 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.cpu import native
 from weft.kernels.cpu.linear import (
     BLOCK_ELEMENTS,
-    Linear,
-    NativeLinear,
     TorchLinear,
-    Weight,
     check_linear,
     matmul_transposed,
-    whole,
 )
 
 FEW_ROWS = 24
@@ -36,19 +31,6 @@ FEW_ROWS = 24
 
 WHOLE_VECTORS = 64
 """The kernel for few rows needs in- and output sizes that are multiples of this."""
-
-
-def make_int8_linear(weight: Weight, bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-    """Make the fastest int8 layer available here; see Int8Linear for the arguments.
-
-    The weight may come in parts, stacked by row.
-    """
-    check_linear(weight, bias, gated=gated)
-    weight = whole(weight)
-    if not native.supports(weight.dtype):
-        return Int8Linear(weight, bias, gated=gated)
-    integers, scale = quantize(weight.detach())
-    return NativeLinear(integers, bias, scale=scale, gated=gated)
 
 
 class Int8Linear(TorchLinear):

@@ -5,7 +5,7 @@ A decode reads each weight once per step for a handful of rows, so the reorderin
 of the time. Here a weight is reordered once, when the model is loaded. `make_linear` chooses a
 class:
 
-- NativeLinear: bfloat16, or int8 or int4 weights with bfloat16 activations, where csrc/linear.cpp
+- NativeLinear: bfloat16, int8 or int4 weights with bfloat16 activations, where csrc/linear.cpp
   was compiled. The call includes a norm before the product, and a gate or residual after it.
   bfloat16 weights are compressed to 12 bits a number, without loss, so fewer bytes are read.
 - PackedLinear: bfloat16 or float32 through oneDNN, with the two operators that torch.compile's
@@ -184,7 +184,9 @@ class NativeLinear:
             [2 N, K] if gated; not kept. It may come in parts, stacked by row, which are not copied
             together first.
         bias: bfloat16 [N], or [2 N] if gated.
-        scale: [N] or [2 N]; a scale for each int8 row. Of int4 [N, groups] or [2 N, groups].
+        scale: [N] or [2 N]; a scale for each int8 row. Of int4 [N, groups] or [2 N, groups]; see
+            `split_scales`.
+        zeros: int8, shaped like int4's scales: what is subtracted from a group's integers.
         gated: see `Linear`.
         compress: compress a bfloat16 weight if nearly all its exponents are among fourteen
             neighbours (sixteen for negative numbers).
@@ -199,6 +201,7 @@ class NativeLinear:
         bias: Tensor | None = None,
         *,
         scale: Tensor | None = None,
+        zeros: Tensor | None = None,
         gated: bool = False,
         compress: bool = True,
     ) -> None:
@@ -210,48 +213,68 @@ class NativeLinear:
         self.out_features = len(rows) // 2 if gated else len(rows)
         # The matrix holds addresses of these, so they must live as long as it does.
         self._bias = None if bias is None else _panels(bias, gated).flatten()
-        grouped = scale is not None and scale.dim() == 2
-        self._scale = None if scale is None or grouped else _panels(scale.float(), gated).flatten()
+        halves = None
+        if scale is not None and scale.dim() == 2:
+            halves, scale = split_scales(scale)
+        self._scale = None if scale is None else _panels(scale.float(), gated).flatten()
         self.matrix = native.Matrix(
             scale=native.address(self._scale),
             bias=native.address(self._bias),
             n=self.out_features,
             k=self.in_features,
-            format=FORMATS[parts[0].dtype],
+            format=FORMATS[parts[0].dtype] if zeros is None else native.Format.INT4_ZEROS,
             gated=gated,
         )
         self._escapes: Tensor | None = None
         panels = -(-self.out_features // (native.COLUMNS // 2 if gated else native.COLUMNS))
-        if compress and scale is None:
-            self._find_escapes(parts, rows, panels)
+        if not (compress and scale is None and self._compress(parts, rows, panels)):
+            self._pack(rows, panels)
         self.format = native.Format(self.matrix.format)
-        bytes_each = self.format.panel_bytes(self.in_features)
-        self._weight = torch.empty(panels, bytes_each, dtype=torch.uint8)
-        if scale is not None and grouped:
+        if halves is not None:
             # [panels, groups, COLUMNS]: before the codes of each group.
-            groups = self._weight.view(panels, scale.shape[1], -1)
-            scales = torch.stack([_panels(each, gated) for each in scale.bfloat16().T], dim=1)
-            groups[..., : native.GROUP_SCALES] = scales.view(torch.uint8)
+            groups = self._weight.view(panels, halves.shape[1], -1)
+            start = 0
+            for grid in (halves, zeros):
+                if grid is not None:
+                    columns = torch.stack([_panels(each, gated) for each in grid.T], dim=1)
+                    numbers = columns.view(torch.uint8)
+                    groups[..., start : start + numbers.shape[-1]] = numbers
+                    start += numbers.shape[-1]
         self.matrix.weight = self._weight.data_ptr()
-        native.kernels().weft_pack(
-            *(rows.data_ptr(), byref(self.matrix), self.matrix.weight, self.matrix.escapes)
-        )
         self._call = native.kernels().weft_linear
 
-    def _find_escapes(self, parts: Sequence[Tensor], rows: Tensor, panels: int) -> None:
-        """Compress the matrix if few enough numbers need more than 12 bits."""
+    def _pack(
+        self,
+        rows: Tensor,
+        panels: int,
+        escapes: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> None:
+        """Pack the rows, in the matrix's format; a compressed one also fills the last two."""
+        bytes_each = native.Format(self.matrix.format).panel_bytes(self.in_features)
+        self._weight = torch.empty(panels, bytes_each, dtype=torch.uint8)
+        most = 0 if escapes is None else len(escapes)
+        native.kernels().weft_pack(
+            *(rows.data_ptr(), byref(self.matrix), self._weight.data_ptr()),
+            *(native.address(escapes), most, native.address(start)),
+        )
+
+    def _compress(self, parts: Sequence[Tensor], rows: Tensor, panels: int) -> bool:
+        """Pack the matrix compressed, if few enough numbers need more than 12 bits."""
         matrix = self.matrix
         matrix.top = _top_exponent(parts)
-        start = torch.zeros(panels + 1, dtype=torch.int64)
-        native.kernels().weft_count_escapes(rows.data_ptr(), byref(matrix), start[1:].data_ptr())
-        start.cumsum_(0)
-        if int(start[-1]) > len(rows) * self.in_features * MAX_ESCAPES:
-            return
-        self._escape_start = start
-        self._escapes = torch.empty(int(start[-1]), native.ESCAPE_BYTES, dtype=torch.uint8)
         matrix.format = native.Format.COMPRESSED
+        most = int(len(rows) * self.in_features * MAX_ESCAPES)
+        escapes = torch.empty(most, native.ESCAPE_BYTES, dtype=torch.uint8)
+        start = torch.empty(panels + 1, dtype=torch.int64)
+        self._pack(rows, panels, escapes, start)
+        if int(start[-1]) > most:
+            matrix.format = native.Format.PLAIN
+            return False
+        self._escapes, self._escape_start = escapes[: int(start[-1])].clone(), start
         matrix.escapes = self._escapes.data_ptr()
         matrix.escape_start = start.data_ptr()
+        return True
 
     def __call__(
         self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None
@@ -307,6 +330,24 @@ class NativeLinear:
             *(byref(self.matrix), index.data_ptr(), len(index), out.data_ptr())
         )
         return out
+
+
+def split_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a row's scales as float16, and the power of two that multiplies them.
+
+    This is exact if a row's float16 or bfloat16 scales are within a factor of 2^28.
+
+    Args:
+        scale: [N, groups].
+
+    Returns:
+        float16 [N, groups], and float32 [N].
+    """
+    scale = scale.float()
+    largest = scale.abs().nan_to_num(0, 0, 0).amax(dim=1)
+    # The largest becomes 2^14 to 2^15: float16 is exact from 2^-14 on.
+    power = (largest.frexp().exponent - 15).clamp(min=-126)
+    return (scale * (-power).float().exp2()[:, None]).half(), power.float().exp2()
 
 
 def _row_addresses(part: Tensor) -> Tensor:

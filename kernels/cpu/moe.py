@@ -19,7 +19,7 @@ Not handled: biases, and activations other than SiLU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from ctypes import Array, byref
 from typing import Literal, Protocol
 
@@ -35,10 +35,11 @@ from weft.kernels.cpu.linear import (
     make_linear,
     native_rows,
 )
+from weft.kernels.packed import PackedMatrix
 
 
 class MakeLinear(Protocol):
-    """linear.make_linear, or int8.make_int8_linear."""
+    """linear.make_linear, or another function that makes a layer."""
 
     def __call__(
         self, weight: Weight, bias: Tensor | None = None, *, gated: bool = False
@@ -110,7 +111,8 @@ class PackedExperts:
     expert.
 
     Args:
-        gate: each expert's bfloat16 or float32 [I, K]; or all of them, [E, I, K].
+        gate: each expert's [I, K]; or all of them, [E, I, K]. Whatever `make` takes: bfloat16,
+            float32, or quantised.
         up: each expert's [I, K].
         down: each expert's [K, I].
         make: makes a layer from a weight.
@@ -119,10 +121,10 @@ class PackedExperts:
 
     def __init__(
         self,
-        gate: Iterable[Tensor],
-        up: Iterable[Tensor],
-        down: Iterable[Tensor],
-        make: MakeLinear = make_linear,
+        gate: Iterable[Tensor | PackedMatrix],
+        up: Iterable[Tensor | PackedMatrix],
+        down: Iterable[Tensor | PackedMatrix],
+        make: Callable[..., Linear] = make_linear,
         *,
         first: int = 0,
     ) -> None:

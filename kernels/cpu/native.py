@@ -31,14 +31,16 @@ BUILD = "_native" if torch.cpu._is_avx512_bf16_supported() else "_native_avx2"
 FILE = Path(__file__).with_name(f"{BUILD}{sysconfig.get_config_var('EXT_SUFFIX')}")
 """The library, if it was built."""
 
-VERSION = 4
+VERSION = 6
 """The version both sides must have; csrc/weft.h."""
 
 COLUMNS = 32
 """Columns per panel in packed weights; csrc/vector.h."""
 
-GROUP, GROUP_SCALES = 32, 2 * COLUMNS
-"""k's in a group of an int4 weight, and bytes of its scales in a panel; csrc/vector.h."""
+GROUP, GROUP_SCALES, GROUP_ZEROS = 32, 2 * COLUMNS, COLUMNS
+"""k's in a group of an int4 weight, and bytes in a panel of its scales and its zero points;
+csrc/vector.h.
+"""
 
 MAX_HEAD_DIM, MAX_GROUP = 256, 72
 """Limits of the attention kernel: head size, and query heads per KV head."""
@@ -51,11 +53,13 @@ class Format(IntEnum):
     INT8 = 1
     COMPRESSED = 2
     INT4 = 3
+    INT4_ZEROS = 4
 
     def panel_bytes(self, k: int) -> int:
         """Bytes of a panel of k numbers for each column; csrc/vector.h."""
-        if self is Format.INT4:
-            return -(-k // GROUP) * (GROUP * COLUMNS // 2 + GROUP_SCALES)
+        if self in (Format.INT4, Format.INT4_ZEROS):
+            zeros = GROUP_ZEROS if self is Format.INT4_ZEROS else 0
+            return -(-k // GROUP) * (GROUP * COLUMNS // 2 + GROUP_SCALES + zeros)
         return -(-k // 2) * COLUMNS * (4, 2, 3)[self]
 
 
@@ -196,8 +200,7 @@ class MlpLayer(Structure):
 
 
 _SIGNATURES = {
-    "weft_pack": (c_void_p, POINTER(Matrix), c_void_p, c_void_p),
-    "weft_count_escapes": (c_void_p, POINTER(Matrix), c_void_p),
+    "weft_pack": (c_void_p, POINTER(Matrix), c_void_p, c_void_p, c_int64, c_void_p),
     "weft_weight_rows": (POINTER(Matrix), c_void_p, c_int64, c_void_p),
     "weft_linear": (POINTER(Matrix), POINTER(Rows), c_int64, c_void_p, c_void_p),
     "weft_route": (c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p, c_void_p),

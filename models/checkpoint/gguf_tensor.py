@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from weft.models.checkpoint.dequantize import CHUNK
 from weft.models.checkpoint.gguf_header import TensorInfo
+from weft.models.checkpoint.read_ahead import Span
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are not quantised."""
@@ -52,7 +52,7 @@ class GgufTensor:
         size: int = torch.Size(self.shape).numel()
         return size // self.info.block * self.info.block_bytes
 
-    def read(self, index: tuple[int | slice, ...], _: Any = None) -> Tensor:
+    def read(self, index: tuple[int | slice, ...]) -> Tensor:
         """Return a part of the tensor: float32 if the file has it quantised, else its own dtype.
 
         Args:
@@ -70,6 +70,14 @@ class GgufTensor:
         (rows,) = leading
         assert isinstance(rows, slice)
         return self._numbers(stored[self._rows(rows)], part)
+
+    def spans(self, index: tuple[int | slice, ...]) -> list[Span]:
+        """Return the bytes that a part has: whole rows."""
+        if len(index) == 1:
+            return [Span(self.file, self.start, self.start + self.bytes)]
+        rows, row = index[0], self.bytes // self.shape[0]
+        assert isinstance(rows, slice)
+        return [Span(self.file, self.start + rows.start * row, self.start + rows.stop * row)]
 
     def _rows(self, rows: slice) -> slice | NDArray[np.int64]:
         """Return where the file has these rows."""

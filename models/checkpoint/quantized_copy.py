@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from weft.errors import ConfigError, DiskError, ModelError
@@ -25,8 +23,7 @@ from weft.models.checkpoint.gguf_header import is_gguf
 from weft.models.checkpoint.locate import INDEX_FILE, find_files, read_config
 from weft.models.checkpoint.quantize import quantize
 from weft.models.checkpoint.shards import Shards, write_text
-from weft.models.checkpoint.stored import Entry
-from weft.models.checkpoint.weights import PREFIXES, REMAP_BYTES, Progress, Weights
+from weft.models.checkpoint.weights import PREFIXES, Progress, Weights, read_header
 from weft.models.spec.quantization import SECTION
 from weft.models.spec.schemes import GROUP_SIZES, SCHEMES, Scheme, quantization_config
 from weft.models.spec.spec import ModelSpec, Place, WeightSpec
@@ -191,12 +188,15 @@ def write_copy(
     embedding = weights.sources(spec.embedding)[1][0].name
     shards = Shards(folder)
     ignored: list[str] = []
-    total = done = 0
-    for file in find_files(path):
-        with file.open("rb") as opened:
-            header = int.from_bytes(opened.read(8), "little")
-        total += file.stat().st_size - 8 - header
-    for entry, tensor in _tensors(path):
+    done = 0
+    entries = [
+        entry
+        for file in find_files(path)
+        for entry in sorted(read_header(file).values(), key=lambda entry: entry.start)
+    ]
+    total = sum(entry.bytes for entry in entries)
+    for entry in entries:
+        tensor = entry.map()
         for matrix in matrices.get(entry.name, ()):
             part = _edited(matrix.name, matrix.of(tensor), edits)
             if not part.isfinite().all():
@@ -222,26 +222,6 @@ def _edited(name: str, tensor: Tensor, edits: Mapping[str, Sequence[Edit]]) -> T
     for edit in edits.get(name, ()):
         tensor = edit(name, tensor)
     return tensor
-
-
-def _tensors(path: Path) -> Iterator[tuple[Entry, Tensor]]:
-    """Yield every tensor in the files, in their order, as a view of the mapped file.
-
-    Files are mapped again now and then, because touched pages leave memory with their mapping.
-    """
-    for file in find_files(path):
-        handle, mapped = _open(file), 0
-        for name in handle.offset_keys():
-            if mapped > REMAP_BYTES:
-                handle, mapped = _open(file), 0
-            header, tensor = handle.get_slice(name), handle.get_tensor(name)
-            yield Entry(file, name, tuple(header.get_shape()), header.get_dtype()), tensor
-            mapped += tensor.nbytes
-
-
-def _open(file: Path) -> Any:
-    """Map a file that `Weights` has checked."""
-    return safe_open(file, framework="pt")
 
 
 def _write_small_files(path: Path, folder: Path, section: dict[str, object]) -> None:

@@ -8,11 +8,11 @@ wrong. In nvfp4 a block's scale may be zero, because float8 rounds the scale of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,14 +20,28 @@ from weft.errors import ModelError
 from weft.kernels.packed import PackedForm, PackedMatrix
 from weft.models.checkpoint.dequantize import dequantize, scale_grid, zero_grid
 from weft.models.checkpoint.packing import form_of, pack
+from weft.models.checkpoint.read_ahead import Span
 from weft.models.spec.quantization import SECTION, Format, Quantization, QuantSpec
 
-DTYPE_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-"""Bytes per element of safetensors' dtypes; the others have 1."""
+"""safetensors' dtypes, as torch's."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 FORMAT_SCALE_DTYPES: Mapping[Format, tuple[str, ...]] = {
     "mxfp4": ("U8",),
@@ -42,21 +56,55 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file, as the file's header describes it; `name` is its name there."""
+    """A tensor in a file, as the file's header describes it.
+
+    Attributes:
+        file: the file.
+        name: the tensor's name there.
+        shape: its shape.
+        dtype: its dtype, in safetensors' words.
+        start, bytes: its place in the file.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    start: int
+    bytes: int
 
-    @property
-    def bytes(self) -> int:
-        """Size in the file."""
-        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
+    def map(self) -> Tensor:
+        """Return the tensor, a view of the mapped file. Its pages leave memory with the last view.
 
-    def read(self, index: Index, get: Callable[[Entry], Tensor]) -> Tensor:
-        """Return a part of the tensor, a view; `get` maps the tensor."""
-        return get(self)[index]
+        Raises:
+            ModelError: the file cannot be read, or is shorter than its header says.
+        """
+        if (dtype := DTYPES.get(self.dtype)) is None:
+            raise ModelError(f"{self.file}: {self.name} is {self.dtype}, which weft does not know")
+        if not self.bytes:
+            return torch.empty(self.shape, dtype=dtype)
+        try:
+            # Copied on write: torch warns about arrays that cannot be written to.
+            mapped = np.memmap(self.file, np.uint8, "c", self.start, (self.bytes,))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ModelError(f"{self.file}: cannot read {self.name}: {why}") from error
+        return torch.from_numpy(mapped).view(dtype).view(self.shape)
+
+    def read(self, index: Index) -> Tensor:
+        """Return a part of the tensor, a view."""
+        return self.map()[index]
+
+    def spans(self, index: Index) -> list[Span]:
+        """Return the bytes that a part has: whole rows, or an expert."""
+        first, last, size = 0, 1, self.bytes
+        for at, length in zip(index, self.shape, strict=False):
+            begin, end = (at, at + 1) if isinstance(at, int) else (at.start, at.stop)
+            size //= max(1, length)
+            first, last = first * length + begin, (last - 1) * length + end
+            if last - first != 1:
+                break
+        return [Span(self.file, self.start + first * size, self.start + last * size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +148,18 @@ class Quantized:
         own = (self.codes, self.scales, self.zeros, self.order, self.size, self.global_scale)
         return [part for part in own if part is not None]
 
-    def read(self, index: Index, get: Callable[[Entry], Tensor]) -> Tensor:
+    def read(self, index: Index) -> Tensor:
         """Return a part of the matrix, float32.
 
         Args:
             index: the part, one slice per axis; a number selects an expert.
-            get: maps a tensor.
 
         Raises:
             ModelError: a scale is zero or not finite, or the parts contradict each other.
         """
         expert, rows, columns = self._places(index)
-        grid, points = self._grids(expert, get)
-        part = dequantize(self.spec, get(self.codes)[expert], grid, points, rows, columns)
+        grid, points = self._grids(expert)
+        part = dequantize(self.spec, self.codes.map()[expert], grid, points, rows, columns)
         return part.t() if self.is_transposed else part
 
     def form_of(self, index: Index) -> PackedForm | None:
@@ -120,20 +167,25 @@ class Quantized:
         _, rows, columns = self._places(index)
         return form_of(self.spec, self._whole, rows, columns)
 
-    def pack(self, index: Index, get: Callable[[Entry], Tensor]) -> PackedMatrix:
+    def spans(self, index: Index) -> list[Span]:
+        """Return the bytes that a part needs: the matrix's, or an expert's."""
+        expert, _, _ = self._places(index)
+        return [span for part in self.parts for span in part.spans(expert)]
+
+    def pack(self, index: Index) -> PackedMatrix:
         """Return a part of the matrix as kernels read it: [out, in], also if `is_transposed`.
 
         Args:
-            index, get: as in `read`. `form_of` must allow the part.
+            index: as in `read`. `form_of` must allow the part.
 
         Raises:
             ModelError: as `read`; or a number is not finite.
         """
         expert, rows, columns = self._places(index)
-        grid, points = self._grids(expert, get)
+        grid, points = self._grids(expert)
         form = form_of(self.spec, self._whole, rows, columns)
         assert form is not None, "the caller has asked"
-        codes = get(self.codes)[expert]
+        codes = self.codes.map()[expert]
         part = pack(self.spec, codes, grid, points, rows, columns, form[1])
         if part.kind == "fp8" and ((part.codes & 127) == 127).any():
             raise ModelError(f"{self.file}: {self.name} holds nan; the file is damaged")
@@ -145,15 +197,13 @@ class Quantized:
         rows, columns = (each for each in index if isinstance(each, slice))
         return (expert, columns, rows) if self.is_transposed else (expert, rows, columns)
 
-    def _grids(
-        self, expert: tuple[int, ...], get: Callable[[Entry], Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _grids(self, expert: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Return the scales and zero points of all blocks, float32, once they are checked."""
-        self._check_small_parts(get)
-        scales = get(self.scales)[expert]
-        zeros = None if self.zeros is None else get(self.zeros)
+        self._check_small_parts()
+        scales = self.scales.map()[expert]
+        zeros = None if self.zeros is None else self.zeros.map()
         blocks = self._blocks
-        global_scale = None if self.global_scale is None else get(self.global_scale)
+        global_scale = None if self.global_scale is None else self.global_scale.map()
         if self.global_scale is not None and global_scale is not None:
             _check_scales(self.global_scale, global_scale)
         grid = scale_grid(self.spec, scales, blocks, global_scale)
@@ -187,9 +237,9 @@ class Quantized:
                 "'gptq' cannot store; give the checkpoint in the format 'gptq_v2'"
             )
 
-    def _check_small_parts(self, get: Callable[[Entry], Tensor]) -> None:
+    def _check_small_parts(self) -> None:
         """Compare a stored shape, and a stored order of columns, with the matrix."""
-        if self.size is not None and (shape := tuple(get(self.size).tolist())) != self.shape:
+        if self.size is not None and (shape := tuple(self.size.map().tolist())) != self.shape:
             raise ModelError(
                 f"{self.size.file}: {self.size.name} holds {shape}; {self.codes.name} and "
                 f"config.json say {self.shape}"
@@ -197,7 +247,7 @@ class Quantized:
         if self.order is not None:
             columns = self.shape[1]
             straight = torch.arange(columns) // (self.spec.block[1] or columns)
-            if not get(self.order).equal(straight.to(torch.int32)):
+            if not self.order.map().equal(straight.to(torch.int32)):
                 raise ModelError(
                     f"{self.order.file}: {self.order.name} reorders the columns (act-order); weft "
                     "supports desc_act false alone"

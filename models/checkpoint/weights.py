@@ -7,7 +7,8 @@
    file and tensor. Only tensors in `ModelSpec.skipped` are skipped; the log names them.
 3. `Weights.read` returns one tensor at a time, or this rank's part, as a view of the mapped file.
    The caller converts or packs it and drops it. Loading therefore needs the model's memory plus one
-   tensor, and reads only what the rank keeps. NaN or an infinity in a tensor raises a ModelError.
+   tensor, and reads only what the rank keeps. Within `Weights.read_ahead`, the system reads what
+   comes next (read_ahead.py). NaN or an infinity in a tensor raises a ModelError.
 
 A quantised matrix is one entry here, with its own name and shape (stored.py). `read` converts the
 part to float32, so no backend sees the checkpoint's quantisation. A tensor in a GGUF file is an
@@ -23,9 +24,10 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +39,7 @@ from weft.models.checkpoint.gguf_header import check_gguf, is_gguf
 from weft.models.checkpoint.gguf_model import gguf_tensors
 from weft.models.checkpoint.gguf_tensor import PLAIN, GgufTensor
 from weft.models.checkpoint.locate import find_files
+from weft.models.checkpoint.read_ahead import ReadAhead
 from weft.models.checkpoint.stored import (
     PART_ENDS,
     Entry,
@@ -59,8 +62,8 @@ PREFIXES = (
 """Prefixes of tensor names in other checkpoints, with weft's: of a model saved without its LM head,
 such as an embedding model, and of the text model inside one for several modalities."""
 LFS_POINTER = b"version https://git-lfs.github.com/"
-REMAP_BYTES = 64 * 2**20
-"""Bytes read from one mapping before the file is mapped again; bounds the resident memory."""
+COMPARED = 16 * 2**20
+"""Numbers of two tensors that are compared at once."""
 PLAIN_DTYPES = ("F32", "BF16", "F16")
 
 Progress = Callable[[int, int], None]
@@ -98,7 +101,11 @@ class Weights:
         self._spec = spec
         self.layout = layout
         own = layout.of_stage(spec).weights
-        self._total = sum(part.size for weight in own for part in self._to_read(weight))
+        parts = [part for weight in own for part in self._to_read(weight)]
+        self._total = sum(part.size for part in parts)
+        self._ahead = ReadAhead(
+            span for part in parts for span in self._entries[part.tensor].spans(part.where)
+        )
         self._done = 0
         self._read: set[str] = set()
         self._progress = progress
@@ -107,8 +114,7 @@ class Weights:
         """Read this rank's part of a weight without experts. A tensor for each head is stacked.
 
         It has the checkpoint's dtype; a quantised or scaled weight is float32. The result may be a
-        view of the mapped file: do not write to it. Each call maps the file again, because touched
-        pages leave the process only together with their mapping.
+        view of the mapped file: do not write to it.
 
         Raises:
             ModelError: the part holds NaN or an infinity, or its scales are wrong.
@@ -129,9 +135,9 @@ class Weights:
         A weight with experts has one tensor for each expert. If experts are cut, only this rank's
         part is read.
         """
-        for part, get in self._mapped(weight):
+        for part in self._parts(weight):
             entry = self._entries[part.tensor]
-            tensor = entry.read(part.where, get)
+            tensor = entry.read(part.where)
             _check_finite(tensor, entry)
             if part.transposed:
                 tensor = tensor.mT
@@ -167,36 +173,25 @@ class Weights:
         Raises:
             ModelError: as in `read`.
         """
-        for part, get in self._mapped(weight):
+        for part in self._parts(weight):
             stored = self._entries[part.tensor]
             assert isinstance(stored, Quantized), "packed_form"
-            matrix = stored.pack(part.where, get)
+            matrix = stored.pack(part.where)
             if order := weight.head_order:
                 rows = torch.arange(matrix.shape[0]).view(-1, len(order))
                 matrix = matrix.permuted(rows[:, list(order)].flatten())
             yield matrix.scaled(weight.scale)
 
-    def _mapped(self, weight: WeightSpec) -> Iterator[tuple[_Part, Callable[[Entry], Tensor]]]:
-        """Yield each part to read, with a function that maps a tensor; then count the part.
-
-        Small tensors share a mapping; otherwise each would parse the file's header again.
-        """
-        handles: dict[Path, Any] = {}
-        mapped = 0
-
-        def get(entry: Entry) -> Tensor:
-            if (handle := handles.get(entry.file)) is None:
-                handle = handles[entry.file] = _open(entry.file)
-            tensor: Tensor = handle.get_tensor(entry.name)
-            return tensor
-
+    def _parts(self, weight: WeightSpec) -> Iterator[_Part]:
+        """Yield each part to read; then count it."""
         for part in self._to_read(weight):
-            if mapped > REMAP_BYTES:
-                handles.clear()
-                mapped = 0
-            yield part, get
-            mapped += part.size
+            self._ahead.at(self._entries[part.tensor].spans(part.where)[0])
+            yield part
             self._count(part)
+
+    def read_ahead(self) -> AbstractContextManager[None]:
+        """Have the system read what this rank reads next, while the caller packs other tensors."""
+        return self._ahead.running()
 
     def sources(self, weight: WeightSpec) -> tuple[Place, list[Stored]]:
         """Return where the checkpoint holds a whole weight: the place, and the tensors there."""
@@ -220,7 +215,7 @@ class Weights:
         names = [f"{module}.{which}_scale" for module in (attention, projection)]
         for stored, entry in self._skipped.items():
             if isinstance(entry, Entry) and _known_name(stored, set(names)) in names:
-                tensor = _open(entry.file).get_tensor(entry.name)
+                tensor = entry.map()
                 if tensor.numel() != 1:
                     raise ModelError(
                         f"{entry.file}: {entry.name} has shape {entry.shape}; with "
@@ -279,11 +274,17 @@ class _Part(NamedTuple):
     transposed: bool
 
 
-def _open(file: Path) -> Any:
-    """Map a file and read its header; safetensors checks that they fit each other."""
+def read_header(file: Path) -> dict[str, Entry]:
+    """Return the tensors in a safetensors file, by name; the library checks the header.
+
+    Raises:
+        ModelError: the file cannot be read, or does not fit its header.
+    """
     try:
-        file.open("rb").close()  # safetensors reports every unreadable file as missing
-        return safe_open(file, framework="pt")
+        with file.open("rb") as opened:  # safetensors reports every unreadable file as missing
+            size = int.from_bytes(opened.read(8), "little")
+            names: list[str] = safe_open(file, framework="pt").keys()  # type: ignore[no-untyped-call]
+            header = json.loads(opened.read(size))
     except SafetensorError as error:
         with file.open("rb") as opened:
             if opened.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -293,6 +294,13 @@ def _open(file: Path) -> Any:
         raise ModelError(f"{file} {_damage(file)}: {error}") from error
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror or error}") from error
+    entries = {}
+    for name in names:
+        tensor = header[name]
+        start, stop = tensor["data_offsets"]
+        place = 8 + size + start, stop - start
+        entries[name] = Entry(file, name, tuple(tensor["shape"]), tensor["dtype"], *place)
+    return entries
 
 
 def _damage(file: Path) -> str:
@@ -380,11 +388,7 @@ def _read_headers(path: Path) -> dict[str, Entry]:
     """Return every tensor in a checkpoint's safetensors files."""
     entries: dict[str, Entry] = {}
     for file in find_files(path):
-        handle = _open(file)
-        held: list[str] = handle.keys()
-        for name in held:
-            header = handle.get_slice(name)
-            entry = Entry(file, name, tuple(header.get_shape()), header.get_dtype())
+        for name, entry in read_header(file).items():
             if (other := entries.setdefault(name, entry)) is not entry:
                 raise ModelError(f"{other.file} and {file} both have {name}")
     return entries
@@ -408,8 +412,7 @@ def _is_extra_bias(name: str, entries: Mapping[str, Stored]) -> bool:
 
 def _check_zero(bias: Stored) -> None:
     """Check that a bias without a place in the model has no effect."""
-    tensor = _open(bias.file).get_tensor(bias.name)
-    if tensor.count_nonzero():
+    if bias.read((slice(0, bias.shape[0]),)).count_nonzero():
         raise ModelError(f"{bias.file}: {bias.name} is not 0, but the model has no such bias")
 
 
@@ -446,11 +449,12 @@ def _check_tied(embedding: Stored, lm_head: Stored) -> None:
                 f"{each.file}: {each.name} is quantized, but tie_word_embeddings is true; set it "
                 "to false in config.json to use both tensors"
             )
-    one, other = (_open(each.file).get_slice(each.name) for each in (embedding, lm_head))
-    shape = one.get_shape()
-    rows = max(1, REMAP_BYTES // (4 * shape[1]))
-    equal = (shape, one.get_dtype()) == (other.get_shape(), other.get_dtype())
-    for start in range(0, shape[0], rows) if equal else ():
+    one, other = (
+        each.read(tuple(slice(0, size) for size in each.shape)) for each in (embedding, lm_head)
+    )
+    equal = (one.shape, one.dtype) == (other.shape, other.dtype)
+    rows = max(1, COMPARED // one.shape[1])
+    for start in range(0, len(one), rows) if equal else ():
         block = one[start : start + rows]
         _check_finite(block, embedding)  # NaN equals nothing
         equal = equal and block.equal(other[start : start + rows])

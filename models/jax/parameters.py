@@ -12,6 +12,7 @@ than one device's part of one array.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,7 +204,10 @@ def load(
         sharding = NamedSharding(mesh, parameter.cut)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    params: Params = jax.tree.map(to_devices, describe(spec, layout), is_leaf=_is_parameter)
+    with ExitStack() as stack:
+        for own in weights:
+            stack.enter_context(own.read_ahead())
+        params: Params = jax.tree.map(to_devices, describe(spec, layout), is_leaf=_is_parameter)
     return params
 
 

@@ -16,7 +16,7 @@ from weft.models.memory.activations import (
     triton_activations,
 )
 from weft.models.memory.ledger import MIB, Ledger, human_bytes
-from weft.models.spec.spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from weft.models.spec.spec import DTYPE_BYTES, ModelSpec, MoeSpec, Packed
 
 RECORDING = 8 * MIB
 """Assumed for one CUDA graph with its kernels' arguments: some thousand launches."""
@@ -81,7 +81,8 @@ class MemoryPlan:
         buffers: symmetric memory.
         recordings: steps that are recorded as CUDA graphs.
         copies: bytes for copies of experts, beside the rank's part of the model.
-        packed: quantised checkpoints' weights stay as they are stored, on GPUs.
+        packed: where quantised checkpoints' weights stay as they are stored; see
+            ModelSpec.weight_bytes.
         sharded: ranks hold some tokens each between products.
         saved: weight bytes without memory, such as by lossless compression; known after loading.
     """
@@ -103,7 +104,7 @@ class MemoryPlan:
     buffers: int = 0
     recordings: Recordings = NO_RECORDINGS
     copies: int = 0
-    packed: bool = False
+    packed: Packed = None
     sharded: bool = False
     saved: int = 0
 
@@ -135,7 +136,7 @@ class MemoryPlan:
     @property
     def weights(self) -> int:
         own = self.spec.weight_bytes(self.dtype, self.quantization, packed=self.packed)
-        if self.packed:
+        if self.packed == "gpu":
             rounded = self.quantization != "none"
             own += dequantized_bytes(self.spec, self.dtype, experts=self.sharded, rounded=rounded)
         return own - self.saved + self.copies

@@ -28,7 +28,7 @@ from weft.models.plan.step import Precision, anonymous
 from weft.models.plan.switches import Decision
 from weft.models.plan.times import Engine
 from weft.models.spec.layout import Layout, check_layout
-from weft.models.spec.spec import DTYPE_BYTES, ROUNDED, ModelSpec
+from weft.models.spec.spec import DTYPE_BYTES, ROUNDED, ModelSpec, Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,12 @@ def choices(
                 missing.append((plan.fixed + plan.request_bytes - plan.budget, quantization))
                 continue
             engine = Engine(
-                *(spec, layout, place, Precision(compute, quantization, packed=place.device.gpu)),
+                *(
+                    spec,
+                    layout,
+                    place,
+                    Precision(compute, quantization, packed=packed(place, compute)),
+                ),
                 overlapped=_overlaps(place, layout),
             )
             replicas = place.devices // layout.world_size
@@ -122,6 +127,12 @@ def choices(
     if not found:
         raise ConfigError(_misfit(spec, place, limits, compute, missing))
     return found
+
+
+def packed(place: Slice, dtype: str) -> Packed:
+    """Return whose kernels read quantised weights as they are stored."""
+    compiled = place.device.cpu and dtype == "bfloat16"
+    return "gpu" if place.device.gpu else "cpu" if compiled else None
 
 
 def formats(place: Slice) -> tuple[str, ...]:
@@ -231,7 +242,7 @@ def _memory(
         dp_size=layout.dp_size,
         cp=layout.cp,
         count_activations=count,
-        packed=place.device.gpu,
+        packed=packed(place, dtype),
         sharded=_overlaps(place, layout) and layout.stage_size > layout.dp_size == 1,
     )
 

@@ -44,6 +44,7 @@ from weft.models.spec.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    Packed,
     WeightSpec,
 )
 
@@ -129,13 +130,13 @@ class Precision:
         dtype: activations: "bfloat16" or "float32".
         quantization: the matrices: "none", "int8" or "int4".
         kv_cache_dtype: the KV cache: "auto", which is `dtype`, or "fp8".
-        packed: products read a quantised checkpoint's weights as they are stored, as on GPUs.
+        packed: where products read a quantised checkpoint's weights as they are stored.
     """
 
     dtype: str = "bfloat16"
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
-    packed: bool = False
+    packed: Packed = None
 
     @property
     def item(self) -> int:
@@ -149,8 +150,12 @@ class Precision:
 
     def weight_bytes(self, weight: WeightSpec, size: float) -> float:
         """Return the bytes for `size` of a matrix's numbers."""
-        if self.packed:
+        stored = None
+        if self.packed == "gpu":
             stored = weight.packed_bytes(weight.shape, self.item, self.quantization)
+        elif self.packed == "cpu":
+            stored = weight.native_bytes(weight.shape)
+        if stored is not None:
             return size * stored / weight.size
         if self.quantization == "none" or len(weight.shape) == 1:
             return size * self.item

@@ -36,6 +36,15 @@ Format = Literal[
 ]
 
 
+INTEGERS: frozenset[Format] = frozenset(
+    ("int8", "packed", "awq", "gptq", "gptq_v2", "int8_torchao")
+)
+"""Formats of integers."""
+
+NATIVE_GROUP = 32
+"""Columns of int4 with one scale in the CPU's kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
     """How a checkpoint stores a quantised matrix, [out, in].
@@ -55,6 +64,26 @@ class QuantSpec:
     block: tuple[int, int]
     bits: int = 8
     zero_points: bool = False
+
+    def native_bytes(self, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of a rank's layers on a CPU; None if they have dequantised weights.
+
+        See kernels/cpu/quantized.py; the rank that is cut worst counts.
+
+        Args:
+            shape: [..., N, K].
+        """
+        *leading, rows, columns = shape
+        width = math.gcd(self.block[1], columns)
+        of_row = None
+        if self.format not in INTEGERS:
+            return None
+        if self.bits == 8 and not self.zero_points and self.block[1] in (0, columns):
+            of_row = columns
+        if self.bits == 4 and (width == columns or width % NATIVE_GROUP == 0):
+            of_group = NATIVE_GROUP // 2 + 2 + self.zero_points  # codes, scale, zero point
+            of_row = -(-columns // NATIVE_GROUP) * of_group
+        return None if of_row is None else math.prod(leading) * rows * (of_row + 4)
 
     def packed_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a rank's PackedMatrix [..., N, K], or of one for each expert.

@@ -58,6 +58,9 @@ class RoundedFormat:
 ROUNDED = {"int8": RoundedFormat(8), "int4": RoundedFormat(4, 32)}
 """The values of `--quantization`, except for "none"."""
 
+Packed = Literal["cpu", "gpu"] | None
+"""Whose kernels read a quantised checkpoint's weights as they are stored; None dequantises them."""
+
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
 FP8_CACHE = "float8_e4m3fn"
 """The dtype of a KV cache in fp8, by its torch name."""
@@ -145,6 +148,10 @@ class WeightSpec:
     def size(self) -> int:
         """Element count."""
         return math.prod(self.shape)
+
+    def native_bytes(self, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of a part on a CPU whose kernels read it as it is stored, or None."""
+        return None if self.stored is None else self.stored.native_bytes(shape)
 
     def packed_bytes(self, shape: tuple[int, ...], item: int, quantization: str) -> int:
         """Return the bytes of a part on a GPU, where products read quantised weights.
@@ -517,25 +524,28 @@ class ModelSpec:
         return {weight for layer in self.layers for weight in _products(layer)}
 
     def weight_bytes(
-        self, dtype: str = "auto", quantization: str = "none", *, packed: bool = False
+        self, dtype: str = "auto", quantization: str = "none", *, packed: Packed = None
     ) -> int:
         """Return how many bytes all weights take.
 
         Args:
             dtype: the weights' type; "auto" as in `compute_dtype`.
             quantization: "none", or how the matrices are rounded when loading; see ROUNDED.
-            packed: only the products in layers are quantised, as on GPUs: as a quantised
-                checkpoint stores them, or else rounded, with float32 scales.
+            packed: "gpu": only the products in layers are quantised: as a quantised checkpoint
+                stores them, or else rounded, with float32 scales. "cpu": products in layers stay
+                as the checkpoint stores them if compiled kernels have that form.
         """
         item = DTYPE_BYTES[self.compute_dtype(dtype)]
         kept = set() if quantization == "none" else self._unquantized()
-        if packed:
+        if packed == "gpu":
             kept = set(self.weights) - self.products()
         size = 0
         for weight in self.weights:
             each = 4 if weight.in_float32 else item
-            if packed and weight not in kept:
+            if packed == "gpu" and weight not in kept:
                 size += weight.packed_bytes(weight.shape, each, quantization)
+            elif packed == "cpu" and (native := weight.native_bytes(weight.shape)) is not None:
+                size += native
             elif quantization == "none" or len(weight.shape) == 1 or weight in kept:
                 size += weight.size * each
             else:

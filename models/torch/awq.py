@@ -99,6 +99,8 @@ class _Loader:
         for expert, tensor in enumerate(self._weights.read_each(weight)):
             yield self._keep(weight, expert, tensor.to(self.dtype))
 
+    matrix = __call__
+
     def _keep(self, weight: WeightSpec, expert: int, tensor: Tensor) -> Tensor:
         self.matrices[weight.name, expert] = tensor
         self._key[id(tensor)] = weight.name, expert

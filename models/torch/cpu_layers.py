@@ -13,7 +13,7 @@ here trains, and nothing is an nn.Module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from weft.kernels.cpu.layer import NativeAttention, NativeMlp
 from weft.kernels.cpu.linear import Linear, NativeLinear, Norm
 from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
 from weft.kernels.cpu.rope import HeadNorms, rotate_into_cache
+from weft.kernels.packed import PackedMatrix
 from weft.models.spec.spec import (
     AttentionSpec,
     LinearSpec,
@@ -39,6 +40,9 @@ from weft.models.spec.spec import (
 from weft.models.torch.angles import Turn
 from weft.models.torch.group import Group, Groups
 
+Stored = Tensor | PackedMatrix
+"""A matrix in the compute dtype, or quantised as the checkpoint has it."""
+
 
 class LayerLoader(Protocol):
     """Loads this rank's part of weights in the compute dtype, and makes layers from them."""
@@ -48,8 +52,8 @@ class LayerLoader(Protocol):
         """The ranks with the other parts."""
 
     @property
-    def make(self) -> MakeLinear:
-        """Makes layers with weights stored as configured: packed or quantised."""
+    def make(self) -> Callable[..., Linear]:
+        """A MakeLinear for what `each` and `matrix` return: layers are packed or quantised."""
 
     @property
     def make_plain(self) -> MakeLinear:
@@ -58,8 +62,11 @@ class LayerLoader(Protocol):
     def __call__(self, weight: WeightSpec) -> Tensor:
         """Load a single-tensor weight."""
 
-    def each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        """Load a weight's tensors, one per expert, one at a time."""
+    def each(self, weight: WeightSpec) -> Iterator[Stored]:
+        """Load a product's matrices, one per expert, one at a time."""
+
+    def matrix(self, weight: WeightSpec) -> Stored:
+        """Load a product's single matrix."""
 
     def parts(self, weight: WeightSpec) -> tuple[slice, ...]:
         """Return this rank's part of a weight, one slice per axis."""
@@ -324,7 +331,7 @@ def fuse(
 
     `biased` False leaves the biases out, because another rank adds them.
     """
-    weights = [load(linear.weight) for linear in linears]
+    weights = [load.matrix(linear.weight) for linear in linears]
     biases = [load(linear.bias) for linear in linears if biased and linear.bias is not None]
     return load.make(weights, torch.cat(biases) if biases else None, gated=gated)
 

@@ -7,15 +7,17 @@ Otherwise it stays in the checkpoint's mapped file, because a step reads few row
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from weft.kernels.cpu import native
 from weft.kernels.cpu.attention import AttentionPlan
-from weft.kernels.cpu.int4 import make_int4_linear
-from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.layer import NativeAttention, NativeLayers, NativeMlp
 from weft.kernels.cpu.linear import (
     Linear,
@@ -26,8 +28,11 @@ from weft.kernels.cpu.linear import (
     make_linear,
 )
 from weft.kernels.cpu.moe import MakeLinear
+from weft.kernels.cpu.quantized import make_packed_linear, make_rounded_linear, takes
+from weft.kernels.packed import Kind, PackedMatrix
 from weft.models.checkpoint.weights import Weights
 from weft.models.interface import Size
+from weft.models.memory.ledger import human_bytes
 from weft.models.spec.spec import LayerSpec, ModelSpec, MoeSpec, NormSpec, WeightSpec
 from weft.models.torch.angles import Angles, Turn
 from weft.models.torch.cpu_layers import (
@@ -37,13 +42,11 @@ from weft.models.torch.cpu_layers import (
     LayerLoader,
     Mlp,
     Moe,
+    Stored,
     load_norm,
 )
 from weft.models.torch.group import ALONE, CPU, Groups
 from weft.models.torch.logits import Logits
-
-ROUNDED: dict[str, MakeLinear] = {"int8": make_int8_linear, "int4": make_int4_linear}
-"""What makes the layers of each quantization."""
 
 
 class Layer:
@@ -104,6 +107,31 @@ class Layer:
         return self._attention.native, mlp.native
 
 
+@dataclass
+class QuantizedBytes:
+    """Memory for matrices that the checkpoint has quantised.
+
+    Attributes:
+        kept: bytes of those that stay so, by kind.
+        dequantized: bytes of the others, in the compute dtype.
+    """
+
+    kept: Counter[Kind] = field(default_factory=Counter)
+    dequantized: int = 0
+
+    @property
+    def lines(self) -> list[str]:
+        """Say what happened, for the log."""
+        lines = [
+            f"{kind} weights stay packed: {human_bytes(size)}" for kind, size in self.kept.items()
+        ]
+        if self.dequantized:
+            lines.append(
+                f"other quantized weights are dequantized, and take {human_bytes(self.dequantized)}"
+            )
+        return lines
+
+
 class _CheckpointLoader:
     """Reads weights in the compute dtype; see `LayerLoader`."""
 
@@ -120,8 +148,32 @@ class _CheckpointLoader:
         self.parts = weights.parts
         self._dtype = dtype
         self._compress = compress
-        self.make: MakeLinear = ROUNDED.get(quantization, self.make_plain)
+        self._make: MakeLinear = self.make_plain
+        if quantization != "none":
+            self._make = partial(make_rounded_linear, quantization)
+        self._keeps_packed = native.supports(dtype)
         self.saved = 0
+        self.quantized = QuantizedBytes()
+
+    def make(
+        self, weight: Stored | Sequence[Stored], bias: Tensor | None = None, *, gated: bool = False
+    ) -> Linear:
+        """Make a layer; of quantised matrices that the kernels do not have, from their numbers."""
+        parts = weight if isinstance(weight, Sequence) else (weight,)
+        packed = [part for part in parts if isinstance(part, PackedMatrix)]
+        if len(packed) == len(parts):
+            layer = make_packed_linear(packed, bias, gated=gated)
+            if layer is not None:
+                self.quantized.kept[packed[0].kind] += layer.nbytes
+                return layer
+        plain = []
+        for part in parts:
+            if isinstance(part, PackedMatrix):
+                packed_bytes, part = part.bytes, part.dequantize(self._dtype)
+                self.quantized.dequantized += part.nbytes
+                self.saved -= part.nbytes - packed_bytes  # what the memory plan has counted
+            plain.append(part)
+        return self._make(plain, bias, gated=gated)
 
     def make_plain(
         self,
@@ -140,8 +192,20 @@ class _CheckpointLoader:
         dtype = torch.float32 if weight.in_float32 else self._dtype
         return self._weights.read(weight).to(dtype)
 
-    def each(self, weight: WeightSpec) -> Iterator[Tensor]:
-        return (tensor.to(self._dtype) for tensor in self._weights.read_each(weight))
+    def each(self, weight: WeightSpec) -> Iterator[Stored]:
+        form = self._weights.packed_form(weight) if self._keeps_packed else None
+        if form is not None and takes(form):
+            yield from self._weights.read_packed(weight)
+            return
+        for tensor in self._weights.read_each(weight):
+            plain = tensor.to(self._dtype)
+            if weight.stored is not None:
+                self.quantized.dequantized += plain.nbytes
+            yield plain
+
+    def matrix(self, weight: WeightSpec) -> Stored:
+        (matrix,) = self.each(weight)
+        return matrix
 
 
 class CpuModel:
@@ -153,14 +217,17 @@ class CpuModel:
         spec: the whole model.
         weights: yields the tensors one at a time.
         dtype: compute dtype.
-        quantization: of the matrices: "none" or a key of ROUNDED. Norms, biases, routers and the
-            embedding stay as they are.
+        quantization: of the matrices: "none" or a key of quantized.FORMATS. Norms, biases, routers
+            and the embedding stay as they are; and products' weights that the checkpoint has in a
+            form of quantized.make_packed_linear, if that is compiled.
         compress: compress bfloat16 matrices without loss; see linear.NativeLinear.
         groups: the ranks with the other parts.
 
     Attributes:
         saved_bytes: weight bytes without memory: by compression, or because an embedding's rows are
-            read from the file. The system can drop the file's pages.
+            read from the file. The system can drop the file's pages. Less than 0 if a weight takes
+            more than the memory plan has counted.
+        quantized: memory for what the checkpoint has quantised.
     """
 
     def __init__(
@@ -201,7 +268,7 @@ class CpuModel:
             if in_file and (spec.lm_head is not None or not stage.is_last):
                 load.saved += local.embedding.size * dtype.itemsize  # rows stay in the file
             self._rows = lambda token_ids: embedding(token_ids, rows).to(dtype)
-        self.saved_bytes = load.saved
+        self.saved_bytes, self.quantized = load.saved, load.quantized
         self._group = groups.tensor
         self._vocabulary = weights.parts(spec.embedding)[0]
         self._vocab_size = spec.vocab_size

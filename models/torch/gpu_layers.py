@@ -54,6 +54,7 @@ from weft.models.spec.spec import (
     NormSpec,
     WeightSpec,
 )
+from weft.models.torch.staging import Staging
 
 FEW_ROWS = 128
 """Maximum number of rows for which a product dequantises in registers. With more rows, torch's
@@ -155,13 +156,14 @@ class WeightLoader:
         sharded: bool = False,
     ) -> None:
         self._weights, self._dtype, self._device = weights, dtype, device
+        self._staging = Staging(device) if device.type == "cuda" else None
         self._sharded = sharded
         self.parts = weights.parts
         self.buffer = Buffer(dtype, device)
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         dtype = torch.float32 if weight.in_float32 else self._dtype
-        return self._weights.read(weight).to(self._device, dtype, copy=True)
+        return self._copied(self._weights.read(weight)).to(dtype)
 
     def linear(self, *specs: LinearSpec) -> Linear:
         """Load projections with a common input, and their biases, as one layer."""
@@ -197,7 +199,7 @@ class WeightLoader:
         stacks = []
         for weight in weights:
             each = self._weights.read_each(weight)
-            tensors = [tensor.to(self._device, self._dtype) for tensor in each]
+            tensors = [self._copied(tensor).to(self._dtype) for tensor in each]
             stacks.append(torch.stack(_repeated(tensors, copies)))
         return stacks
 
@@ -208,7 +210,12 @@ class WeightLoader:
         return CacheScales(*(torch.full((kv_heads,), x, device=self._device) for x in (k, v)))
 
     def _packed(self, weight: WeightSpec) -> list[PackedMatrix]:
-        return [matrix.to(self._device) for matrix in self._weights.read_packed(weight)]
+        return [matrix.map(self._copied) for matrix in self._weights.read_packed(weight)]
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if self._staging is None:
+            return tensor.to(self._device, copy=True)
+        return self._staging.copy(tensor)
 
 
 T = TypeVar("T")

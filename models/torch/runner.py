@@ -199,8 +199,8 @@ class TorchRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         dtype = spec.compute_dtype(dtype)
-        with torch.inference_mode():
-            weights = Weights(path, spec, progress, layout)
+        weights = Weights(path, spec, progress, layout)
+        with torch.inference_mode(), weights.read_ahead():
             compute: torch.dtype = getattr(torch, dtype)
             max_tokens = max_num_batched_tokens
             model: CpuModel | GpuModel
@@ -260,6 +260,11 @@ class TorchRunner:
     def bytes_per_block(self) -> int:
         """This rank's bytes per KV cache block, over its layers."""
         return self._block_size * self._spec.kv_bytes_per_token(self._kv_dtype)
+
+    @property
+    def quantized_lines(self) -> list[str]:
+        """Say what became of the checkpoint's quantised weights, on CPUs."""
+        return self._model.quantized.lines if isinstance(self._model, CpuModel) else []
 
     @property
     def saved_bytes(self) -> int:

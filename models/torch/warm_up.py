@@ -25,7 +25,10 @@ from weft.models.interface import Int32, SlotSampling, StepInput
 from weft.models.spec.layout import Layout
 
 SHORT = 32
-"""Maximum length of the first prompt."""
+"""Maximum length of the first prompt on a GPU."""
+
+SHORTEST = 2
+"""Length of the first prompt on a CPU, where a prompt takes much of loading's time."""
 
 
 def steps(
@@ -52,7 +55,7 @@ def steps(
         recorded: decodes of at most so many requests are replayed; see graphs.py. With data-
             parallel attention, none is while another group has many tokens.
     """
-    tokens = min(SHORT, block_size, max_tokens)
+    tokens = min(SHORT if on_gpu else SHORTEST, block_size, max_tokens)
     changed = SlotSampling(slot=0, temperature=1.0, logit_bias={0: 1.0})
     found = [
         _equal_requests(range(tokens), SlotSampling(slot=0, temperature=1.0)),

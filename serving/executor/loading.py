@@ -23,7 +23,7 @@ from weft.errors import ConfigError
 from weft.models.interface import ModelRunner, StepInput, StepOutput
 from weft.models.memory.ledger import Ledger
 from weft.models.memory.plan import NO_RECORDINGS, Recordings
-from weft.models.spec.spec import ModelSpec
+from weft.models.spec.spec import ModelSpec, Packed
 from weft.serving.config import logs
 from weft.serving.config.progress import compile_lines
 from weft.serving.config.settings import EngineConfig
@@ -244,6 +244,9 @@ def load_model(
     if device.type == "cpu":
         ledger = replace(plan, saved=torch_runner.saved_bytes).ledger()
         ledger = ledger.with_blocks(groups.minimum(ledger.num_blocks))
+    if context.rank == config.replica.number == 0:
+        for line in torch_runner.quantized_lines:
+            logger.info(line)
     if torch_runner.saved_bytes and context.rank == config.replica.number == 0:
         logger.info(
             "loaded weights take %s; the KV cache has %s blocks",
@@ -391,9 +394,20 @@ def plan_memory(
         copies=copies_bytes(
             *(local, dtype, config.redundant_experts // config.ep, config.quantization)
         ),
-        packed=triton,
+        packed=_packed(local, dtype, triton=triton),
         sharded=buffers > 0 and layout.dp_size == 1,
     )
+
+
+def _packed(spec: ModelSpec, dtype: str, *, triton: bool) -> Packed:
+    """Return where quantised weights stay as they are stored."""
+    import torch
+
+    from weft.kernels.cpu import native
+
+    if triton:
+        return "gpu"
+    return "cpu" if native.supports(getattr(torch, spec.compute_dtype(dtype))) else None
 
 
 def step_sizes(config: EngineConfig, plan: MemoryPlan, num_blocks: int) -> Sizes:

@@ -7,8 +7,23 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from weft.kernels.cpu import native
+
+
+def int4_rows(x: Tensor) -> Tensor:
+    """Return bfloat16 rows [..., K] as compiled products with int4 read them, in float64.
+
+    With AVX2, 32 numbers are integers times a scale, as in llama.cpp's Q8_0.
+    """
+    if native.BUILD != "_native_avx2":
+        return x.double()
+    groups = pad(x.float(), (0, -x.shape[-1] % native.GROUP)).unflatten(-1, (-1, native.GROUP))
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    integers = torch.where(largest > 0, groups * (127 / largest), 0).round()
+    return (integers.double() * (largest / 127)).flatten(-2)[..., : x.shape[-1]]
 
 
 @contextmanager

@@ -21,6 +21,7 @@
 // which the operating system takes away for a while costs one panel and not its share of all.
 #include "vector.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -39,10 +40,18 @@ constexpr int64_t BLOCKS_AT_ONCE = 8;     // their sums, and a chunk of a panel,
 constexpr int64_t WAVE_ROWS = 384;        // of a long prefill: packed, they stay in the last cache
 constexpr int64_t TASKS_PER_THREAD = 8, MAX_PANELS_AT_ONCE = 8, MIN_TASKS_PER_THREAD = 24;
 
+constexpr int64_t GROUP_NUMBERS = 2 * Int4Columns<true>::GROUP;
+constexpr int64_t ROW_NUMBERS = INTEGER_ROWS ? 2 : 1;
+
+bool needs_row_numbers(const Matrix& m) {
+  return m.format == INT4_ZEROS || (INTEGER_ROWS && m.format == INT4);
+}
+
 // With more blocks, a chunk's columns are widened once and not by each block. AVX-512 widens beside
 // the products. Without it, widening takes as long as they do.
 template <typename Columns>
 constexpr int64_t WIDENED_ABOVE = std::is_same_v<Columns, PlainColumns> ? BLOCKS_AT_ONCE
+                                  : Columns::INTEGERS                   ? BLOCKS_AT_ONCE
                                   : WEFT_PORTABLE                       ? 1
                                   : Columns::GROUP                      ? FEW_BLOCKS
                                                                         : BLOCKS_AT_ONCE;
@@ -91,9 +100,10 @@ float inverse_rms(const bf16* x, int64_t k, float mean, float eps) {
   return 1.f / std::sqrt(_mm512_reduce_add_ps(sum) / static_cast<float>(k) + eps);
 }
 
-// A block of R rows, normalised, as [k / 2][R][2].
+// A block of R rows, normalised, as [k / 2][R][2]. Unless null, also what int4 needs of each row's
+// groups: [groups][ROW_NUMBERS][R], see `multiply_rows` and `multiply_integers`.
 template <int R>
-void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out) {
+void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out, float* of_rows) {
   const bf16* row[R];
   const Norm& norm = x.norm;
   __m512 factor[R], shift[R];
@@ -127,6 +137,18 @@ void pack_rows(const Rows& x, const Block& block, int64_t k, bf16* out) {
             _mm512_fmadd_ps(_mm512_fmadd_ps(high, factor[r], shift[r]), high_weight, high_bias),
             _mm512_fmadd_ps(_mm512_fmadd_ps(low, factor[r], shift[r]), low_weight, low_bias));
       }
+    }
+    if (of_rows) {
+#if WEFT_INTEGER_ROWS
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) numbers[r] = round_row(numbers[r], of_rows[r], of_rows[R + r]);
+#else
+      const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+      for (int r = 0; r < R; ++r)
+        of_rows[r] = _mm512_reduce_add_ps(
+            _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)numbers[r], ones));
+#endif
+      of_rows += ROW_NUMBERS * R;
     }
     const int pairs = static_cast<int>(std::min<int64_t>(16, (k - i + 1) / 2));
     store_pairs<R>(numbers, pairs, out);
@@ -192,10 +214,10 @@ void add_escapes(const Matrix& m, const Task& task, int64_t panel, const Block* 
 
 template <typename Columns>
 void run(const Task& task, const Columns& kind, const Block* blocks, const bf16* packed,
-         float* sums, const bf16* residual, bf16* out) {
+         const float* of_rows, float* sums, const bf16* residual, bf16* out) {
   constexpr int64_t PAIR = FETCHED<Columns>;
   const Matrix& m = *blocks[task.block].matrix;
-  const int64_t pairs = (m.k + 1) / 2;
+  const int64_t pairs = (m.k + 1) / 2, groups = ceil_div(m.k, GROUP_NUMBERS);
   const int64_t chunk = task.blocks <= FEW_BLOCKS ? FEW_CHUNK_PAIRS : MANY_CHUNK_PAIRS;
   // Of a pair's bytes, each block fetches so many: the more evenly, the less the first one waits.
   const int64_t share = task.blocks * 16 >= PAIR ? 16 : task.blocks * 32 >= PAIR ? 32 : 64;
@@ -216,9 +238,13 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
       for (int64_t b = 0; b < task.blocks; ++b) {
         const Block& block = blocks[task.block + b];
         const bf16* rows = packed + (block.first * pairs + pair * block.rows) * 2;
+        const float* of_block =
+            of_rows ? of_rows + (block.first * groups + pair * 2 / GROUP_NUMBERS * block.rows) * ROW_NUMBERS
+                    : nullptr;
         float* tile = sums + b * MAX_ROWS * COLUMNS;
         const auto with = [&](auto ahead, const auto& of, const char* at, const char* fetched) {
-          multiply<ahead()>(block.rows, rows, of, at, count, tile, pair > 0, fetched);
+          multiply<ahead()>(block.rows, rows, of, at, count, tile, pair > 0, fetched,
+                            of_block);
         };
         const auto fetching = [&](const auto& of, const char* at) {
           if (b * share >= PAIR)
@@ -251,7 +277,8 @@ void with_columns(const Matrix& m, F f) {
     case PLAIN: return f(PlainColumns{});
     case INT8: return f(Int8Columns{});
     case COMPRESSED: return f(CompressedColumns{m.top});
-    case INT4: return f(Int4Columns{});
+    case INT4: return f(Int4Columns<false>{});
+    case INT4_ZEROS: return f(Int4Columns<true>{});
   }
 }
 
@@ -271,7 +298,9 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
   std::vector<Block> blocks;
   std::vector<Task> tasks;
   int64_t end = 0;
+  bool any_needs = false;
   for (const Group& group : groups) {
+    any_needs |= needs_row_numbers(*group.matrix);
     const int64_t first_block = static_cast<int64_t>(blocks.size());
     const int64_t count = ceil_div(group.rows, MAX_ROWS);
     for (int64_t b = 0, first = group.first; b < count; ++b) {
@@ -287,19 +316,25 @@ void product(const std::vector<Group>& groups, const Rows& x, const bf16* residu
   }
   thread_local Buffer<bf16> buffer;
   bf16* packed = buffer.get(end * pairs * 2);
+  const int64_t row_groups = ceil_div(any.k, GROUP_NUMBERS);
+  thread_local Buffer<float> number_buffer;
+  float* of_rows = any_needs ? number_buffer.get(end * row_groups * ROW_NUMBERS) : nullptr;
 #pragma omp parallel
   {
     alignas(64) float sums[BLOCKS_AT_ONCE * MAX_ROWS * COLUMNS];
 #pragma omp for schedule(static)
     for (size_t b = 0; b < blocks.size(); ++b)
       with_rows(blocks[b].rows, [&](auto rows) {
-        pack_rows<rows()>(x, blocks[b], any.k, packed + blocks[b].first * pairs * 2);
+        pack_rows<rows()>(x, blocks[b], any.k, packed + blocks[b].first * pairs * 2,
+                          needs_row_numbers(*blocks[b].matrix)
+                              ? of_rows + blocks[b].first * row_groups * ROW_NUMBERS
+                              : nullptr);
       });
 #pragma omp for schedule(dynamic) nowait
     for (size_t t = 0; t < tasks.size(); ++t) {
       const Matrix& m = *blocks[tasks[t].block].matrix;
       with_columns(m, [&](const auto& kind) {
-        run(tasks[t], kind, blocks.data(), packed, sums, residual, out);
+        run(tasks[t], kind, blocks.data(), packed, of_rows, sums, residual, out);
       });
     }
   }
@@ -343,8 +378,17 @@ void for_pairs(const void* const* rows, const Matrix& m, int64_t panel, Visit vi
   }
 }
 
+template <typename Columns>
+void pack_int4(const void* const* rows, const Matrix& m, int64_t panel, char* out) {
+  for_pairs<int8_t>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
+    const int64_t group = pair / Columns::GROUP * Columns::GROUP;
+    join_codes(_mm512_packus_epi16(left, right), out + offset_of<Columns>(group) + Columns::SCALES +
+                                                     (pair - group) * Columns::PAIR);
+  });
+}
+
 void pack_panel(const void* const* rows, const Matrix& m, int64_t panel, char* out,
-                Escape* escapes) {
+                std::vector<Escape>& escapes) {
   if (m.format == PLAIN) {
     for_pairs<bf16>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
       _mm512_storeu_si512(out + pair * PlainColumns::PAIR, left);
@@ -357,23 +401,22 @@ void pack_panel(const void* const* rows, const Matrix& m, int64_t panel, char* o
       _mm256_storeu_si256(at + 1, _mm512_cvtepi16_epi8(right));
     });
   } else if (m.format == INT4) {
-    for_pairs<int8_t>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
-      const int64_t group = pair / Int4Columns::GROUP * Int4Columns::GROUP;
-      pack_codes(left, right, out + offset_of<Int4Columns>(group) + Int4Columns::SCALES +
-                                  (pair - group) * Int4Columns::PAIR);
-    });
+    pack_int4<Int4Columns<false>>(rows, m, panel, out);
+  } else if (m.format == INT4_ZEROS) {
+    pack_int4<Int4Columns<true>>(rows, m, panel, out);
   } else {
+    const CompressedColumns columns(m.top);
     for_pairs<bf16>(rows, m, panel, [&](int64_t pair, __m512i left, __m512i right) {
-      uint64_t found;
-      CompressedColumns::store(left, right, m.top, out + pair * CompressedColumns::PAIR, found);
+      uint64_t found = columns.store(left, right, out + pair * CompressedColumns::PAIR);
       if (!found) return;
       alignas(64) bf16 values[64];
       _mm512_store_si512(values, left);
       _mm512_store_si512(values + 32, right);
       for (; found; found &= found - 1) {
-        const int i = __builtin_ctzll(found);
-        *escapes++ = {static_cast<int32_t>(2 * pair + i % 2), static_cast<uint16_t>(i / 2),
-                      values[i]};
+        const int place = __builtin_ctzll(found), column = CompressedColumns::column_of(place);
+        const int which = CompressedColumns::which_of(place);
+        escapes.push_back({static_cast<int32_t>(2 * pair + which), static_cast<uint16_t>(column),
+                           values[2 * column + which]});
       }
     });
   }
@@ -386,33 +429,29 @@ using namespace weft;
 
 int32_t weft_version() { return WEFT_VERSION; }
 
-void weft_pack(const void* const* rows, const Matrix* matrix, void* out, Escape* escapes) {
+void weft_pack(const void* const* rows, const Matrix* matrix, void* out, Escape* escapes,
+               int64_t most, int64_t* escape_start) {
   const Matrix& m = *matrix;
+  const int64_t panels = panels_of(m);
   int64_t bytes = 0;
   with_columns(m, [&](const auto& kind) {
     bytes = panel_bytes<std::decay_t<decltype(kind)>>((m.k + 1) / 2);
   });
+  std::vector<std::vector<Escape>> found(panels);
+  std::atomic<int64_t> count{0};
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t panel = 0; panel < panels_of(m); ++panel)
-    pack_panel(rows, m, panel, static_cast<char*>(out) + panel * bytes,
-               m.format == COMPRESSED ? escapes + m.escape_start[panel] : nullptr);
-}
-
-void weft_count_escapes(const void* const* rows, const Matrix* matrix, int64_t* counts) {
-  const Matrix& m = *matrix;
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t panel = 0; panel < panels_of(m); ++panel) {
-    counts[panel] = 0;
-    for (int64_t c = 0; c < COLUMNS; ++c) {
-      const int64_t at = row_of(m, panel, c);
-      if (at < 0) continue;
-      const bf16* row = static_cast<const bf16*>(rows[at]);
-      for (int64_t i = 0; i < m.k; i += 32) {
-        const __mmask32 lanes = first_lanes(m.k - i) | __mmask32{first_lanes(m.k - i - 16)} << 16;
-        counts[panel] += __builtin_popcount(
-            CompressedColumns::find_escapes(load_numbers(row + i, lanes), m.top));
-      }
-    }
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    if (count > most) continue;
+    pack_panel(rows, m, panel, static_cast<char*>(out) + panel * bytes, found[panel]);
+    count += static_cast<int64_t>(found[panel].size());
+  }
+  if (m.format != COMPRESSED) return;
+  escape_start[0] = 0;
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const auto size = static_cast<int64_t>(found[panel].size());
+    escape_start[panel + 1] = escape_start[panel] + size;
+    if (count <= most)
+      std::copy(found[panel].begin(), found[panel].end(), escapes + escape_start[panel]);
   }
 }
 
@@ -508,7 +547,7 @@ void weft_experts(const Matrix* gate_up, const Matrix* down, int64_t experts, co
   gathered.index = token.data();
   if (count) {
     product(up, gathered, nullptr, inner);
-    product(back, {inner, down[0].k, nullptr, nullptr, 0}, nullptr, result);
+    product(back, {inner, down[0].k, nullptr, {}}, nullptr, result);
   }
 #pragma omp parallel for if (tokens > 16)
   for (int64_t t = 0; t < tokens; ++t)

@@ -23,11 +23,15 @@ constexpr int PARTS = 64 / PART_BYTES, PART_LANES = PART_BYTES / 4;
 typedef float PartF __attribute__((vector_size(PART_BYTES)));
 typedef int32_t PartI __attribute__((vector_size(PART_BYTES)));
 typedef uint32_t PartU __attribute__((vector_size(PART_BYTES)));
+typedef uint16_t PartW __attribute__((vector_size(PART_BYTES)));
+typedef uint8_t PartB __attribute__((vector_size(PART_BYTES)));
+typedef char PartC __attribute__((vector_size(PART_BYTES)));
 typedef uint16_t PartH __attribute__((vector_size(PART_BYTES / 2)));
 
 using __mmask8 = uint8_t;
 using __mmask16 = uint16_t;
 using __mmask32 = uint32_t;
+using __mmask64 = uint64_t;
 
 struct __attribute__((packed, may_alias)) __m128i {
   uint64_t lanes[2];
@@ -450,6 +454,26 @@ inline __m512i _mm512_cvtepi8_epi32(const __m128i& x) {
   });
   return out;
 }
+inline __m512 _mm512_cvtph_ps(const __m256i& x) {
+  __m512 out;
+#ifdef __F16C__
+  typedef short Halves __attribute__((vector_size(16)));
+  each_part([&](int p) {
+    Halves half;
+    std::memcpy(&half, reinterpret_cast<const char*>(&x) + p * sizeof half, sizeof half);
+    out.part[p] = __builtin_ia32_vcvtph2ps256(half);
+  });
+#else
+  const __m512i wide = _mm512_cvtepu16_epi32(x);
+  each_part([&](int p) {
+    const PartI bits = wide.part[p], exponent = bits & 0x7c00;
+    const PartF size = (PartF)((bits & 0x7fff) << 13) * 0x1p112f;
+    const PartI special = (exponent == 0x7c00) & 0x7f800000;
+    out.part[p] = (PartF)((PartI)size | special | (bits & 0x8000) << 16);
+  });
+#endif
+  return out;
+}
 inline __m512i _mm512_cvtepi8_epi16(const __m256i& x) {
   const auto numbers = numbers_of<int8_t>(x);
   Array<int16_t, 32> out;
@@ -524,14 +548,23 @@ inline __m512i _mm512_srlv_epi32(const __m512i& x, const __m512i& by) {
 inline __m512i _mm512_add_epi64(const __m512i& x, const __m512i& y) {
   return by_lane<int64_t>([](int64_t a, int64_t b) { return a + b; }, x, y);
 }
-inline __m512i _mm512_sub_epi16(const __m512i& x, const __m512i& y) {
-  return by_lane<uint16_t>([](uint16_t a, uint16_t b) { return a - b; }, x, y);
-}
 inline __m512i _mm512_srli_epi16(const __m512i& x, int by) {
-  return by_lane<uint16_t>([by](uint16_t v) { return v >> by; }, x);
+  __m512i out;
+  each_part([&](int p) { out.part[p] = (PartI)((PartW)x.part[p] >> by); });
+  return out;
 }
-inline __m512i _mm512_slli_epi16(const __m512i& x, int by) {
-  return by_lane<uint16_t>([by](uint16_t v) { return v << by; }, x);
+inline __m512i _mm512_sub_epi8(const __m512i& x, const __m512i& y) {
+  __m512i out;
+  each_part([&](int p) { out.part[p] = (PartI)((PartB)x.part[p] - (PartB)y.part[p]); });
+  return out;
+}
+inline __m512i _mm512_min_epu8(const __m512i& x, const __m512i& y) {
+  __m512i out;
+  each_part([&](int p) {
+    const PartB a = (PartB)x.part[p], b = (PartB)y.part[p];
+    out.part[p] = (PartI)(a < b ? a : b);
+  });
+  return out;
 }
 inline __m256i _mm256_slli_epi16(const __m256i& x, int by) {
   return by_lane<uint16_t>([by](uint16_t v) { return v << by; }, x);
@@ -539,33 +572,30 @@ inline __m256i _mm256_slli_epi16(const __m256i& x, int by) {
 inline __m256i _mm256_or_si256(const __m256i& x, const __m256i& y) {
   return by_lane<uint64_t>([](uint64_t a, uint64_t b) { return a | b; }, x, y);
 }
-inline __m512i _mm512_min_epu16(const __m512i& x, const __m512i& y) {
-  return by_lane<uint16_t>([](uint16_t a, uint16_t b) { return a < b ? a : b; }, x, y);
-}
-inline __mmask32 _mm512_cmpgt_epu16_mask(const __m512i& x, const __m512i& y) {
-  return mask_by_lane<__mmask32, uint16_t>([](uint16_t a, uint16_t b) { return a > b; }, x, y);
-}
-inline __mmask32 _mm512_cmpge_epu16_mask(const __m512i& x, const __m512i& y) {
-  return mask_by_lane<__mmask32, uint16_t>([](uint16_t a, uint16_t b) { return a >= b; }, x, y);
-}
-inline __mmask32 _mm512_test_epi16_mask(const __m512i& x, const __m512i& y) {
-  return mask_by_lane<__mmask32, uint16_t>([](uint16_t a, uint16_t b) { return (a & b) != 0; }, x, y);
-}
-inline __mmask32 _mm512_movepi16_mask(const __m512i& x) {
-  return mask_by_lane<__mmask32, int16_t>([](int16_t a) { return a < 0; }, x);
+inline __mmask64 _mm512_cmpneq_epi8_mask(const __m512i& x, const __m512i& y) {
+#ifdef __AVX2__
+  __mmask64 mask = 0;
+  each_part([&](int p) {
+    const auto equal = (PartC)((PartB)x.part[p] == (PartB)y.part[p]);
+    mask |= __mmask64{static_cast<uint32_t>(~__builtin_ia32_pmovmskb256(equal))} << 32 * p;
+  });
+  return mask;
+#else
+  return mask_by_lane<__mmask64, uint8_t>([](uint8_t a, uint8_t b) { return a != b; }, x, y);
+#endif
 }
 inline __mmask16 _mm512_mask_cmpeq_epi32_mask(__mmask16 lanes, const __m512i& x, const __m512i& y) {
   return lanes &
          mask_by_lane<__mmask16, int32_t>([](int32_t a, int32_t b) { return a == b; }, x, y);
 }
-inline __m512i _mm512_mask_mov_epi16(const __m512i& old, __mmask32 lanes, const __m512i& x) {
-  const auto a = numbers_of<uint16_t>(old), b = numbers_of<uint16_t>(x);
-  Array<uint16_t, 32> out;
-  for (int i = 0; i < 32; ++i) out.at[i] = lanes >> i & 1 ? b.at[i] : a.at[i];
+inline __m512i _mm512_mask_mov_epi8(const __m512i& old, __mmask64 lanes, const __m512i& x) {
+  const auto a = numbers_of<uint8_t>(old), b = numbers_of<uint8_t>(x);
+  Array<uint8_t, 64> out;
+  for (int i = 0; i < 64; ++i) out.at[i] = lanes >> i & 1 ? b.at[i] : a.at[i];
   return vector_of<__m512i>(out);
 }
-inline __m512i _mm512_maskz_mov_epi16(__mmask32 lanes, const __m512i& x) {
-  return _mm512_mask_mov_epi16(_mm512_setzero_si512(), lanes, x);
+inline __m512i _mm512_maskz_mov_epi8(__mmask64 lanes, const __m512i& x) {
+  return _mm512_mask_mov_epi8(_mm512_setzero_si512(), lanes, x);
 }
 inline __m512i _mm512_maskz_mov_epi32(__mmask16 lanes, const __m512i& x) {
   const auto numbers = numbers_of<int32_t>(x);
@@ -574,6 +604,16 @@ inline __m512i _mm512_maskz_mov_epi32(__mmask16 lanes, const __m512i& x) {
   return vector_of<__m512i>(out);
 }
 // 16-bit numbers with a sign to bytes without, within each 128 bits.
+#ifdef __AVX2__
+inline __m512i _mm512_packus_epi16(const __m512i& x, const __m512i& y) {
+  typedef short Words __attribute__((vector_size(32)));
+  __m512i out;
+  each_part([&](int p) {
+    out.part[p] = (PartI)__builtin_ia32_packuswb256((Words)x.part[p], (Words)y.part[p]);
+  });
+  return out;
+}
+#else
 inline __m512i _mm512_packus_epi16(const __m512i& x, const __m512i& y) {
   const auto a = numbers_of<int16_t>(x), b = numbers_of<int16_t>(y);
   const auto byte = [](int16_t v) { return static_cast<uint8_t>(v < 0 ? 0 : v > 255 ? 255 : v); };
@@ -585,8 +625,8 @@ inline __m512i _mm512_packus_epi16(const __m512i& x, const __m512i& y) {
     }
   return vector_of<__m512i>(out);
 }
+#endif
 #ifdef __AVX2__
-typedef char PartC __attribute__((vector_size(32)));
 inline __m512i _mm512_shuffle_epi8(const __m512i& x, const __m512i& index) {
   __m512i out;
   each_part([&](int p) {
@@ -618,6 +658,25 @@ inline __m512i interleave(const __m512i& x, const __m512i& y) {
   });
   return out;
 }
+#ifdef __AVX2__
+// Bytes without a sign times bytes with one; neighbours are added to 16 bits.
+inline PartI multiply_bytes(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_pmaddubsw256((PartC)x, (PartC)y);
+}
+typedef int16_t PartS __attribute__((vector_size(32)));
+inline PartI add_int16(const PartI& x, const PartI& y) { return (PartI)((PartS)x + (PartS)y); }
+// The sums of neighbours of 16 bits.
+inline PartI add_neighbours(const PartI& x) {
+  return __builtin_ia32_pmaddwd256((PartS)x, PartS{} + int16_t{1});
+}
+// Takes turns between the lower, or upper, 16-bit numbers of each 128 bits.
+inline PartI unpack_low(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_punpcklwd256((PartS)x, (PartS)y);
+}
+inline PartI unpack_high(const PartI& x, const PartI& y) {
+  return (PartI)__builtin_ia32_punpckhwd256((PartS)x, (PartS)y);
+}
+#endif
 #define WEFT_UNPACK(BITS)                                                           \
   inline __m512i _mm512_unpacklo_epi##BITS(const __m512i& x, const __m512i& y) {    \
     return interleave<int##BITS##_t, 0>(x, y);                                      \
@@ -631,11 +690,26 @@ WEFT_UNPACK(32)
 WEFT_UNPACK(64)
 #undef WEFT_UNPACK
 // 128 bits each: two of x, then two of y, that the pairs of bits in `which` name.
+#ifdef __AVX2__
+inline __attribute__((always_inline)) __m512i _mm512_shuffle_i32x4(const __m512i& x,
+                                                                   const __m512i& y, int which) {
+  typedef int64_t Quarters __attribute__((vector_size(32)));
+  const auto two = [](const __m512i& from, int first, int second) {
+    const Quarters order = {2 * first, 2 * first + 1, 2 * second, 2 * second + 1};
+    return (PartI)__builtin_shuffle((Quarters)from.part[0], (Quarters)from.part[1], order);
+  };
+  __m512i out;
+  out.part[0] = two(x, which & 3, which >> 2 & 3);
+  out.part[1] = two(y, which >> 4 & 3, which >> 6 & 3);
+  return out;
+}
+#else
 inline __m512i _mm512_shuffle_i32x4(const __m512i& x, const __m512i& y, int which) {
   const auto a = numbers_of<__m128i>(x), b = numbers_of<__m128i>(y);
   return vector_of<__m512i>(Array<__m128i, 4>{{a.at[which & 3], a.at[which >> 2 & 3],
                                               b.at[which >> 4 & 3], b.at[which >> 6 & 3]}});
 }
+#endif
 inline __m512i _mm512_permutex2var_epi64(const __m512i& x, const __m512i& index, const __m512i& y) {
   const auto a = numbers_of<int64_t>(x), at = numbers_of<int64_t>(index), b = numbers_of<int64_t>(y);
   Array<int64_t, 8> out;

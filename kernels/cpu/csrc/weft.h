@@ -14,7 +14,7 @@ namespace weft {
 
 using bf16 = uint16_t;
 
-enum Format : int32_t { PLAIN, INT8, COMPRESSED, INT4 };
+enum Format : int32_t { PLAIN, INT8, COMPRESSED, INT4, INT4_ZEROS };
 
 // A number of a compressed weight that its 12 bits cannot give.
 struct Escape {
@@ -25,7 +25,7 @@ struct Escape {
 
 struct Matrix {
   const void* weight;           // packed by weft_pack
-  const float* scale;           // of each packed column of int8, or null
+  const float* scale;           // of each packed column of integers, or null
   const bf16* bias;             // of each packed column, or null
   const Escape* escapes;        // of a compressed weight, panel by panel
   const int64_t* escape_start;  // [panels + 1]
@@ -81,20 +81,20 @@ extern "C" {
 
 // Of what is declared here: to be raised with every change, here and in native.py, which takes no
 // library of another version.
-constexpr int32_t WEFT_VERSION = 4;
+constexpr int32_t WEFT_VERSION = 6;
 int32_t weft_version();
 
 // A weight [n, k], or gate and up of a gated layer [2 n, k], int8 or bfloat16 -> out
 // [panels][ceil(k / 2)][pair of k of 32 columns], in the matrix's format: 32 rows of the weight to
-// a panel, or 16 of the gate and their 16 of up. Of a compressed one also the escapes. Codes of
-// int4 come in bytes; their scales, bfloat16 [panels][groups][32], the caller puts before each
-// group of 16 pairs. `rows` is
-// where each row of the weight begins; of the matrix, `weight` and `escapes` are not read.
+// a panel, or 16 of the gate and their 16 of up. Codes of int4 come in bytes; before each group of
+// 16 pairs, the caller puts the group's scales, float16 [32], and its zero points, int8 [32], if it
+// has them. `rows` is where each row of the weight begins; of the matrix, `weight` and `escapes` are
+// not read.
+//
+// Of a compressed one also the escapes, and where each panel's begin, [panels + 1]. With more than
+// `most`, packing stops: the last start is then too large, and all other results are garbage.
 void weft_pack(const void* const* rows, const weft::Matrix* matrix, void* out,
-               weft::Escape* escapes);
-
-// How many escapes each panel will have, if compressed with the matrix's `top`.
-void weft_count_escapes(const void* const* rows, const weft::Matrix* matrix, int64_t* counts);
+               weft::Escape* escapes, int64_t most, int64_t* escape_start);
 
 // Rows of a weight of bfloat16, plain or compressed, that is not gated: out [count, k].
 void weft_weight_rows(const weft::Matrix* matrix, const int64_t* index, int64_t count,

@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import compiled_kernels
+from support.kernels import compiled_kernels, int4_rows
 from torch import Tensor
 from torch.nn.functional import silu
 
 from weft.kernels import reference
 from weft.kernels.cpu import int4 as module
-from weft.kernels.cpu.int4 import GROUP, Int4Linear, dequantize, make_int4_linear, quantize
+from weft.kernels.cpu.int4 import GROUP, Int4Linear, dequantize, quantize
 from weft.kernels.cpu.linear import Linear, NativeLinear, Norm
+from weft.kernels.cpu.quantized import make_rounded_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -76,12 +77,13 @@ def test_equals_the_product_with_the_rounded_weight(
     residual = torch.randn(rows, n).to(dtype) if with_residual else None
     with compiled_kernels(compiled), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_ELEMENTS", block)
-        layer: Linear = make_int4_linear(weight, bias, gated=gated)
+        layer: Linear = make_rounded_linear("int4", weight, bias, gated=gated)
         assert isinstance(layer, NativeLinear) == (compiled and dtype == torch.bfloat16)
         got = layer(x, norm=norm, residual=residual)
     assert got.dtype == dtype
     inputs = x if norm is None else reference.rms_norm(x, norm.weight, norm.eps).to(dtype)
-    expected = inputs.double() @ rounded(weight).T
+    rows_read = int4_rows(inputs) if isinstance(layer, NativeLinear) else inputs.double()
+    expected = rows_read @ rounded(weight).T
     if bias is not None:
         expected += bias.double()
     if gated:
@@ -99,7 +101,7 @@ def test_each_group_has_its_own_scale(compiled: bool) -> None:
     k = 3 * GROUP + 5
     weight = (torch.randn(33, k) * torch.exp2(torch.arange(k) // GROUP * 9.0 - 18)).bfloat16()
     with compiled_kernels(compiled):
-        got = make_int4_linear(weight)(torch.eye(k).bfloat16())
+        got = make_rounded_linear("int4", weight)(torch.eye(k).bfloat16())
     torch.testing.assert_close(got.T.double(), rounded(weight), atol=0, rtol=1 / 128)
 
 
@@ -145,7 +147,7 @@ def test_zeros_stay_zero(compiled: bool) -> None:
     weight = torch.randn(3, 80).bfloat16()
     weight[1] = 0
     with compiled_kernels(compiled):
-        out = make_int4_linear(weight)(torch.randn(5, 80).bfloat16())
+        out = make_rounded_linear("int4", weight)(torch.randn(5, 80).bfloat16())
     assert (out[:, 1] == 0).all()
     assert out.isfinite().all()
 
@@ -156,7 +158,7 @@ def test_a_row_that_is_not_finite_stays_so(value: float, compiled: bool) -> None
     weight = torch.randn(3, 64).bfloat16()
     weight[1, 40] = value
     with compiled_kernels(compiled):
-        out = make_int4_linear(weight)(torch.rand(2, 64).bfloat16())
+        out = make_rounded_linear("int4", weight)(torch.rand(2, 64).bfloat16())
     assert out.isfinite().all(dim=0).tolist() == [True, False, True]
 
 
@@ -176,7 +178,7 @@ def test_a_compiled_row_does_not_depend_on_its_company(
     weight = torch.randn(2 * n if gated else n, k).bfloat16()
     x = torch.randn(rows, k).bfloat16()
     with compiled_kernels(True):
-        layer = make_int4_linear(weight, gated=gated)
+        layer = make_rounded_linear("int4", weight, gated=gated)
         together, row = layer(x), seed % rows
         assert torch.equal(together[row : row + 1], layer(x[row : row + 1]))
 
@@ -185,7 +187,7 @@ def test_a_compiled_row_does_not_depend_on_its_company(
 def test_it_takes_a_little_more_than_a_quarter_of_bfloat16(compiled: bool) -> None:
     weight = torch.randn(64, 128, dtype=torch.bfloat16)
     with compiled_kernels(compiled):
-        layer = make_int4_linear(weight)
+        layer = make_rounded_linear("int4", weight)
     if isinstance(layer, NativeLinear):
         assert layer.nbytes == 64 * 128 * 4.5 / 8
     else:
@@ -204,4 +206,4 @@ def test_it_takes_a_little_more_than_a_quarter_of_bfloat16(compiled: bool) -> No
 def test_what_does_not_fit_is_refused(weight: Tensor, bias: Tensor | None, problem: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(ValueError, match=problem):
-            make_int4_linear(weight.to(dtype), bias)
+            make_rounded_linear("int4", weight.to(dtype), bias)

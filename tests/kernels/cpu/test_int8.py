@@ -10,8 +10,9 @@ from support.kernels import compiled_kernels
 
 from weft.kernels import reference
 from weft.kernels.cpu import int8 as module
-from weft.kernels.cpu.int8 import Int8Linear, make_int8_linear, quantize
+from weft.kernels.cpu.int8 import Int8Linear, quantize
 from weft.kernels.cpu.linear import Linear, NativeLinear
+from weft.kernels.cpu.quantized import make_rounded_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -35,7 +36,7 @@ def test_equals_the_product_with_the_rounded_weight(
     integers, scale = quantize(weight)
     with compiled_kernels(compiled), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_ELEMENTS", block)
-        layer: Linear = make_int8_linear(weight, bias if with_bias else None)
+        layer: Linear = make_rounded_linear("int8", weight, bias if with_bias else None)
         assert isinstance(layer, NativeLinear) == (compiled and dtype == torch.bfloat16)
         got = layer(x)
     assert got.dtype == dtype
@@ -70,7 +71,7 @@ def test_a_row_of_zeros_stays_zero(compiled: bool) -> None:
     weight = torch.randn(3, 8).bfloat16()
     weight[1] = 0
     with compiled_kernels(compiled):
-        out = make_int8_linear(weight)(torch.randn(5, 8).bfloat16())
+        out = make_rounded_linear("int8", weight)(torch.randn(5, 8).bfloat16())
     assert (out[:, 1] == 0).all()
     assert out.isfinite().all()
 
@@ -112,4 +113,4 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(ValueError, match=problem):
-            make_int8_linear(weight.to(dtype), bias)
+            make_rounded_linear("int8", weight.to(dtype), bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from torch.nn.functional import silu
 from weft.kernels import reference
 from weft.kernels.cpu import linear as module
 from weft.kernels.cpu import native
-from weft.kernels.cpu.int4 import make_int4_linear
-from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.linear import Linear, NativeLinear, Norm, PackedLinear, make_linear
+from weft.kernels.cpu.quantized import FORMATS, make_rounded_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -216,11 +216,10 @@ def test_a_weight_may_be_in_parts(
     bias = torch.randn(n).to(dtype) if with_bias else None
     parts = list((weight.T.contiguous().T if copied else weight).split(heights))
     x = torch.randn(rows, k).to(dtype)
-    rounding = {"int8": make_int8_linear, "int4": make_int4_linear}
     with compiled_kernels(not way.startswith("torch")):
         whole, joined = (
-            rounding[way[-4:]](given, bias, gated=gated)
-            if way[-4:] in rounding
+            make_rounded_linear(way[-4:], given, bias, gated=gated)
+            if way[-4:] in FORMATS
             else NativeLinear(given, bias, gated=gated, compress=way == "compressed")
             if way != "torch"
             else make_linear(given, bias, gated=gated)
@@ -250,7 +249,7 @@ def test_parts_are_compressed_as_the_whole_is(heights: list[int], k: int) -> Non
 def test_parts_that_do_not_fit_are_refused() -> None:
     first = torch.zeros(3, 5).bfloat16()
     for other in (torch.zeros(3, 6).bfloat16(), torch.zeros(3, 5), torch.zeros(5).bfloat16()):
-        for make in (make_linear, make_int8_linear, make_int4_linear):
+        for make in (make_linear, *(partial(make_rounded_linear, each) for each in FORMATS)):
             with pytest.raises(ValueError, match=r"weight has shape .* like a part of \(3, 5\)"):
                 make((first, other))
     with pytest.raises(ValueError, match="weight has 5 rows; a gated layer"):
@@ -369,17 +368,35 @@ def test_a_normal_weight_is_stored_in_three_quarters() -> None:
 
 
 def test_a_weight_of_many_scales_is_not_compressed() -> None:
-    weight = (torch.randn(64, 64) * torch.exp2(torch.randint(-40, 0, (64, 1)))).bfloat16()
+    """Packing stops at the first panels with too many escapes; all panels are then packed plain."""
+    weight = (torch.randn(640, 64) * torch.exp2(torch.randint(-40, 0, (640, 1)))).bfloat16()
     with compiled_kernels(True):
         layer = NativeLinear(weight)
+        rows = layer.weight_rows(torch.arange(640))
     assert layer.format == native.Format.PLAIN
     assert layer.nbytes == weight.nbytes
+    assert rows.equal(weight)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_last_escape_that_is_allowed(over: int) -> None:
+    """One more, in any panel, and the weight is stored as it is."""
+    weight = torch.ones(320, 64)
+    most = int(weight.numel() * module.MAX_ESCAPES)
+    place = torch.randperm(weight.numel())[: most + over]
+    weight.view(-1)[place] = 1e-30
+    weight = weight.bfloat16()
+    with compiled_kernels(True):
+        layer = NativeLinear(weight)
+        rows = layer.weight_rows(torch.arange(320))
+    assert layer.format == (native.Format.PLAIN if over else native.Format.COMPRESSED)
+    assert rows.equal(weight)
 
 
 def test_rows_of_other_weights_are_refused() -> None:
     weight = torch.zeros(6, 16).bfloat16()
     with compiled_kernels(True):
-        others = (make_int8_linear(weight), make_int4_linear(weight))
+        others = [make_rounded_linear(each, weight) for each in FORMATS]
         for layer in (NativeLinear(weight, gated=True), *others):
             assert isinstance(layer, NativeLinear)
             with pytest.raises(ValueError, match="not gated"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,10 +14,9 @@ from support.kernels import compiled_kernels
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.cpu.int4 import make_int4_linear
-from weft.kernels.cpu.int8 import make_int8_linear
 from weft.kernels.cpu.linear import Norm
-from weft.kernels.cpu.moe import MakeLinear, PackedExperts, route
+from weft.kernels.cpu.moe import PackedExperts, route
+from weft.kernels.cpu.quantized import make_rounded_linear
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -179,15 +179,16 @@ def test_experts_elsewhere_add_nothing(parts: tuple[int, ...], compiled: bool) -
     torch.testing.assert_close(total, whole.float(), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize(("make", "error"), [(make_int8_linear, 0.02), (make_int4_linear, 0.2)])
+@pytest.mark.parametrize(("rounding", "error"), [("int8", 0.02), ("int4", 0.2)])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_rounded_experts_are_near_those_of_bfloat16(
-    make: MakeLinear, error: float, compiled: bool
+    rounding: str, error: float, compiled: bool
 ) -> None:
     gate, up, down = random_experts(4, 48, 64, torch.bfloat16)
     x = torch.randn(20, 64).bfloat16()
     ids, scale = random_routes(20, 4, 2)
     with compiled_kernels(compiled):
+        make = partial(make_rounded_linear, rounding)
         got = PackedExperts(gate, up, down, make)(x, ids, scale)
     expected = reference.moe(x, gate, up, down, ids, scale)
     assert (got.float() - expected).norm() < error * expected.norm()

@@ -23,7 +23,7 @@ from weft.models.plan.batch import Batch
 from weft.models.plan.step import Exchange, Operator, Precision, RankModel, stages
 from weft.models.spec.build import build_spec
 from weft.models.spec.layout import Layout
-from weft.models.spec.spec import ModelSpec
+from weft.models.spec.spec import ModelSpec, Packed
 from weft.models.torch.group import make_groups, meet
 
 CASES = {
@@ -160,14 +160,14 @@ def test_gpus_read_a_quantised_checkpoints_weights_as_they_are(models: dict[str,
     fp8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     spec = build_spec(config | {"quantization_config": fp8}, Path("config.json"))
 
-    def read(packed: bool) -> float:
+    def read(packed: Packed) -> float:
         precision = Precision(DTYPE, packed=packed)
         operators = RankModel(spec, Layout(), precision).operators(Batch(1, 1.0))
         return sum(op.read * op.times for op in operators)
 
-    saved = spec.weight_bytes(DTYPE) - spec.weight_bytes(DTYPE, packed=True)
+    saved = spec.weight_bytes(DTYPE) - spec.weight_bytes(DTYPE, packed="gpu")
     assert saved > 0
-    assert read(packed=False) - read(packed=True) == pytest.approx(saved)
+    assert read(None) - read("gpu") == pytest.approx(saved)
 
 
 def test_operations_are_twice_the_parameters_of_each_token(models: dict[str, Path]) -> None:

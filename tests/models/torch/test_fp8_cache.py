@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from support.checkpoints import make_checkpoint
 from support.quantized import FORMATS, quantize
 from support.split import INTERPRETED_DECODES, be_rank, generate, running, steps
 from support.steps import Driver
+
+os.environ["TRITON_INTERPRET"] = "1"
 
 from weft.errors import ModelError
 from weft.kernels.gpu.rowwise.rope import rotate_into_cache

@@ -129,7 +129,7 @@ def test_weights_stay_as_they_are_stored(form: str, pairs: dict[tuple[str, str],
                 assert [each.shape for each in one.parts] == [each.shape for each in other.parts]
                 assert [each.dtype for each in one.parts] == [each.dtype for each in other.parts]
         assert spec.layers[0].attention.o.weight.stored is not None
-        size = spec.weight_bytes("float32", packed=True)
+        size = spec.weight_bytes("float32", packed="gpu")
         assert size < 0.8 * spec.weight_bytes("float32")
 
 
