@@ -32,6 +32,7 @@ PUBLISHED = (
     ("Qwen/Qwen3Guard-*", "Qwen3ForCausalLM"),
     ("meta-llama/Llama-3*-Vision*", "MllamaForConditionalGeneration"),
     ("meta-llama/Llama-3*", "LlamaForCausalLM"),
+    ("meta-llama/Llama-4*", "Llama4ForConditionalGeneration"),
     ("MiniMaxAI/MiniMax-M2*", "MiniMaxM2ForCausalLM"),
     ("zai-org/GLM-4.[567]*V*", "Glm4vMoeForConditionalGeneration"),
     ("zai-org/GLM-4.7-Flash*", "Glm4MoeLiteForCausalLM"),

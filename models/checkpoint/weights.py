@@ -126,6 +126,8 @@ class Weights:
 
     def stays_in_file(self, weight: WeightSpec) -> bool:
         """Tell whether `read` returns a view of the mapped file, which takes no memory."""
+        if weight.is_ones:
+            return False
         stored = (self._entries[part.tensor] for part in self._to_read(weight))
         return weight.scale == 1.0 and not weight.head_order and not any(map(_is_quantized, stored))
 
@@ -135,6 +137,9 @@ class Weights:
         A weight with experts has one tensor for each expert. If experts are cut, only this rank's
         part is read.
         """
+        if weight.is_ones:
+            yield torch.ones([part.stop - part.start for part in self.parts(weight)])
+            return
         for part in self._parts(weight):
             entry = self._entries[part.tensor]
             tensor = entry.read(part.where)
@@ -235,6 +240,8 @@ class Weights:
 
     def _to_read(self, weight: WeightSpec) -> Iterator[_Part]:
         """Yield each tensor's part for this rank. Several parts may be in one tensor."""
+        if weight.is_ones:
+            return
         place, part = self._places[weight.name], self.parts(weight)
         if weight.is_stack:
             experts, part = range(part[0].start, part[0].stop), part[1:]

@@ -43,8 +43,8 @@ def run_experts(layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Arr
         the same shape as x.
     """
     if shape.kernels.exchange:
-        weights, experts = _route(layer, own, x)
-        rows, routing = moe_dispatch(x, experts, own.router.shape[1], TENSOR)
+        inputs, weights, experts = _route(layer, own, x)
+        rows, routing = moe_dispatch(inputs, experts, own.router.shape[1], TENSOR)
         outputs = _run(own, rows, routing.offsets, kernel=True)
         mixed = moe_combine(outputs, weights, routing, TENSOR)
         if own.shared is None:
@@ -52,7 +52,7 @@ def run_experts(layer: MoeSpec, own: Moe, shape: Shape, x: jax.Array) -> jax.Arr
         return mixed + _gate_shared(own, x, dense(own.shared, shape, x))
     if shape.sharded:
         x = gather_tokens(x)
-    total = _run_own(own, x, *_route(layer, own, x), kernel=shape.kernels.experts)
+    total = _run_own(own, *_route(layer, own, x), kernel=shape.kernels.experts)
     if own.shared is not None:  # one sum over the devices has the experts' terms and these
         total += _gate_shared(own, x, _part_of_shared(own.shared, x))
     return scatter_sum(total) if shape.sharded else all_reduce(total)
@@ -90,8 +90,12 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return product.astype(gate.dtype)
 
 
-def _route(layer: MoeSpec, own: Moe, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose each token's experts: their weights, float32 [T, top_k], and ids, int32 [T, top_k]."""
+def _route(layer: MoeSpec, own: Moe, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choose each token's experts.
+
+    Returns:
+        The experts' inputs, like x; their weights, float32 [T, top_k]; and ids, int32 [T, top_k].
+    """
     router = layer.router
     if router.weight.in_float32:
         wide = matmul(x.astype(jnp.float32), own.router)
@@ -106,7 +110,10 @@ def _route(layer: MoeSpec, own: Moe, x: jax.Array) -> tuple[jax.Array, jax.Array
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if router.normalize:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return weights * jnp.float32(router.scale), experts
+    weights *= jnp.float32(router.scale)
+    if router.scales_input:
+        return x * weights.astype(x.dtype), jnp.ones_like(weights), experts
+    return x, weights, experts
 
 
 def _in_best_groups(router: RouterSpec, choice: jax.Array) -> jax.Array:

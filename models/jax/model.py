@@ -162,7 +162,8 @@ def turns_of(spec: ModelSpec, positions: jax.Array) -> dict[RopeSpec, Turn]:
             cos, sin = cos * amplitudes, sin * amplitudes
         query_scale = None
         if rope.query_beta:
-            contexts = (positions // rope.original_max_len).astype(jnp.float32)
+            shifted = positions + rope.query_shift
+            contexts = (shifted // rope.original_max_len).astype(jnp.float32)
             query_scale = (1 + rope.query_beta * jnp.log1p(contexts))[:, None, None]
         turns[rope] = Turn(cos, sin, query_scale)
     return turns

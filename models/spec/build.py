@@ -19,11 +19,11 @@ from weft.models.spec.families.family import Family
 from weft.models.spec.families.registry import ARCHITECTURES, FAMILIES, WRAPPERS
 from weft.models.spec.quantization import UNUSED, read_quantization, unread_quantization
 from weft.models.spec.rope_fields import read_rope
-from weft.models.spec.spec import DTYPE_BYTES, ModelSpec, with_stored
+from weft.models.spec.spec import DTYPE_BYTES, LayerSpec, ModelSpec, with_stored
 
 SKIPPED = (
     *("*.rotary_emb.inv_freq", "mtp.*", "v_head.*"),
-    *("visual.*", "vision_tower.*", "multi_modal_projector.*"),
+    *("visual.*", "vision_tower.*", "vision_model.*", "multi_modal_projector.*"),
     *("model.visual.*", "model.vision_tower.*", "model.multi_modal_projector.*"),
 )
 """Tensors without an effect on a text's next token: tables that older versions of transformers
@@ -61,7 +61,7 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         num_heads=decoder.heads,
         num_kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
-        max_model_len=context,
+        max_model_len=min([context, *_chunks(layers)]),
         embedding=decoder.table(family.embedding, tied="lm_head" if tied else None),
         layers=layers,
         norm=decoder.norm("model.norm"),
@@ -74,6 +74,11 @@ def build_spec(config: dict[str, Any], source: Path) -> ModelSpec:
         quantization=quantization,
     )
     return spec if family.finish is None else family.finish(fields, spec)
+
+
+def _chunks(layers: tuple[LayerSpec, ...]) -> list[int]:
+    """Return the sizes of the chunks of layers that have some."""
+    return [layer.attention.chunk for layer in layers if layer.attention.chunk is not None]
 
 
 def unread_fields(config: dict[str, Any]) -> list[str]:

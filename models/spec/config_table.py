@@ -101,6 +101,23 @@ _OWN: dict[str, frozenset[str]] = {
             "use_qkv_bias",
         }
     ),
+    "llama4_text": frozenset(
+        {
+            "attention_bias",
+            "attention_chunk_size",
+            "attn_scale",
+            "attn_temperature_tuning",
+            "floor_scale",
+            "interleave_moe_layer_step",
+            "intermediate_size_mlp",
+            "moe_layers",
+            "no_rope_layer_interval",
+            "no_rope_layers",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "use_qk_norm",
+        }
+    ),
     "mistral": frozenset({"sliding_window"}),
     "mixtral": frozenset(
         {"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"}
@@ -260,7 +277,10 @@ READ_FOR_TEXT = frozenset(
 
 WRAPPER = frozenset(
     {
+        "boi_token_index",
+        "eoi_token_index",
         "image_token_id",
+        "image_token_index",
         "text_config",
         "video_token_id",
         "vision_config",

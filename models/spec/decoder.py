@@ -130,9 +130,10 @@ class Decoder:
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
-        norm: Literal["none", "head", "each head", "heads", "rotated head"] = "none",
+        norm: Literal["none", "head", "each head", "heads", "rotated head", "bare"] = "none",
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         window: int | None = None,
+        chunk: int | None = None,
         rope: RopeSpec | None = None,
         block: str = "self_attn",
         output: str = "o_proj",
@@ -144,9 +145,10 @@ class Decoder:
             i: the layer's index.
             qkv_bias, o_bias: whether the projections have a bias.
             norm: the norm of queries and keys: none, of each head before or after its rotation, of
-                each head with its own weights, or over all heads together.
+                each head with its own weights or without any, or over all heads together.
             norm_names: their names in the attention; with `{expert}`, each head has a tensor.
             window: the sliding window's size; None for full attention.
+            chunk: as in AttentionSpec.
             rope: this layer's rotary embedding; None for the model's.
             block: the attention's name in the layer.
             output: the output projection's name in the attention.
@@ -176,7 +178,9 @@ class Decoder:
             part = Place(full, shape)
             if part.is_per_expert:
                 part = replace(part, shape=shape[1:])
-            weight = WeightSpec(full, shape, axes, (part,), head_order=order)
+            weight = WeightSpec(
+                full, shape, axes, (part,), head_order=order, is_ones=norm == "bare"
+            )
             return NormSpec(weight, self.eps, self.norms.is_centered)
 
         return AttentionSpec(
@@ -190,6 +194,7 @@ class Decoder:
             k_norm=head_norm(norm_names[1], self.kv_heads, "kv_heads"),
             norms_after_rope=norm == "rotated head",
             sliding_window=window,
+            chunk=chunk,
         )
 
     def mlp(
@@ -243,13 +248,14 @@ class Decoder:
         groups: tuple[int, int] = (1, 1),
         scale: float = 1.0,
         in_float32: bool = False,
+        scales_input: bool = False,
     ) -> RouterSpec:
         """Describe layer i's router.
 
         Args:
             i: the layer's index.
             experts: how many experts the layer has.
-            normalize, scoring, scale: as in RouterSpec.
+            normalize, scoring, scale, scales_input: as in RouterSpec.
             top_k: the field with the number of experts per token.
             name: the router's tensor in the layer.
             saved: the name that transformers 5 saves.
@@ -264,6 +270,8 @@ class Decoder:
         chosen, layer = self.fields.integer(top_k), f"model.layers.{i}"
         if chosen > experts:
             raise self.fields.error(top_k, f"at most the number of experts, {experts}")
+        if scales_input and chosen != 1:
+            raise self.fields.error(top_k, "1, because the router scales the expert's input")
         shape = (experts, self.hidden)
         places = [Place(f"{layer}.{each}", bias_shape or (experts,)) for each in bias]
         names = dict.fromkeys((f"{layer}.{name}", f"{layer}.{saved}"))
@@ -284,6 +292,7 @@ class Decoder:
             groups=groups[0],
             top_groups=groups[1],
             scale=scale,
+            scales_input=scales_input,
         )
 
     def experts(
@@ -296,6 +305,7 @@ class Decoder:
         matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         saved: str = "mlp.experts",
         stacks: tuple[str, str] | None = None,
+        transposed: bool = False,
         shared: MlpSpec | None = None,
         shared_gate: str | None = None,
     ) -> MoeSpec:
@@ -313,6 +323,7 @@ class Decoder:
             matrices: each expert's gate, up and down matrix, by name.
             saved: where in the layer transformers 5 saves the stacks.
             stacks: their published names in the block, if those are others.
+            transposed: whether stacks are transposed in all checkpoints, and not just in some.
             shared: the shared experts, if there are some.
             shared_gate: the tensor in the layer with their gate, if there is one.
         """
@@ -327,7 +338,8 @@ class Decoder:
         ) -> WeightSpec:
             name = f"{layer}.{block}.experts.{{expert}}.{matrix}.weight"
             published = (replace(stack, name=f"{layer}.{block}.{other}"),) if other else ()
-            places = (*published, Place(name, shape[1:]), stack, stack.swapped())
+            stacked = (stack.swapped(),) if transposed else (stack, stack.swapped())
+            places = (*published, Place(name, shape[1:]), *stacked)
             return WeightSpec(name, shape, axes, places)
 
         gate, up, down = matrices

@@ -163,8 +163,8 @@ def _rotated(fields: Fields, scaling: Fields, head_dim: int, rules: RopeRules) -
 
 def _llama3(scaling: Fields, rope: RopeSpec) -> RopeSpec:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if low >= high:
-        raise scaling.error("low_freq_factor", f"less than high_freq_factor, {high}")
+    if low > high:
+        raise scaling.error("low_freq_factor", f"at most high_freq_factor, {high}")
     return replace(
         rope,
         scaling="llama3",

@@ -118,6 +118,7 @@ class WeightSpec:
         in_float32: kept in float32, whatever the compute dtype is.
         scale: multiplies the checkpoint's numbers, in float32.
         stored: how the checkpoint quantises a product's weight; None if it does not.
+        is_ones: no checkpoint has it, and all its numbers are 1.
     """
 
     name: str
@@ -128,6 +129,7 @@ class WeightSpec:
     in_float32: bool = False
     scale: float = 1.0
     stored: QuantSpec | None = None
+    is_ones: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -236,8 +238,8 @@ class RopeSpec:
         max_len: the maximum context, which selects longrope's divisors. transformers selects them
             by each batch's longest request, and computes the keys again when it changes.
         query_beta: a query at position p is multiplied by 1 + query_beta *
-            log(1 + floor(p / original_max_len)), so that attention stays sharp over long contexts
-            (Llama 4's temperature).
+            log(1 + floor((p + query_shift) / original_max_len)), so that attention stays sharp over
+            long contexts (Llama 4's temperature).
     """
 
     theta: float
@@ -256,6 +258,7 @@ class RopeSpec:
     long_factors: tuple[float, ...] = ()
     max_len: int = 0
     query_beta: float = 0.0
+    query_shift: int = 0
 
     def head_order(self, head_dim: int) -> tuple[int, ...]:
         """Return the order of a head's rows that pairs i with i + head_dim / 2; () if they are.
@@ -311,7 +314,9 @@ class RopeSpec:
             blend = 1 - self._ramp(len(inverse))
         else:
             turns = self.original_max_len * inverse / np.float32(2 * np.pi)
-            blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            width = self.high_freq_factor - self.low_freq_factor
+            above = turns - self.low_freq_factor
+            blend = above / width if width else above > 0
         kept = np.clip(blend, 0.0, 1.0).astype(np.float32)
         blended: npt.NDArray[np.float32] = (1 - kept) * scaled + kept * inverse
         return blended
@@ -345,6 +350,8 @@ class AttentionSpec:
         norms_after_rope: they are applied after it (Hunyuan).
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; None
             means all earlier tokens.
+        chunk: the context is cut into chunks of so many tokens, and a token sees only its own
+            chunk; None for no chunks. weft serves one chunk, where this is full attention.
     """
 
     q: LinearSpec
@@ -357,6 +364,7 @@ class AttentionSpec:
     k_norm: NormSpec | None = None
     norms_after_rope: bool = False
     sliding_window: int | None = None
+    chunk: int | None = None
 
     @property
     def norms_span_heads(self) -> bool:
@@ -393,6 +401,8 @@ class RouterSpec:
         bias: float32 [experts], added to the scores for the choice, if any.
         groups, top_groups: number of groups, and of groups per token.
         scale: multiplies the weights.
+        scales_input: the weight multiplies the expert's input, and not its result (Llama 4). Only
+            with one expert per token.
     """
 
     weight: WeightSpec
@@ -403,6 +413,7 @@ class RouterSpec:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    scales_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,7 +637,7 @@ def _layer_weights(layer: LayerSpec) -> Iterator[WeightSpec]:
 
 def _norm_weights(*norms: NormSpec | None) -> Iterator[WeightSpec]:
     for norm in norms:
-        if norm is not None:
+        if norm is not None and not norm.weight.is_ones:
             yield norm.weight
             if norm.bias is not None:
                 yield norm.bias

@@ -67,5 +67,6 @@ def _query_scale(rope: RopeSpec, positions: Tensor, dtype: torch.dtype) -> Tenso
     """Return the queries' factors, [T, 1, 1]; see RopeSpec.query_beta."""
     if not rope.query_beta:
         return None
-    contexts = torch.div(positions, rope.original_max_len, rounding_mode="floor")
+    shifted = positions + rope.query_shift
+    contexts = torch.div(shifted, rope.original_max_len, rounding_mode="floor")
     return (1 + rope.query_beta * (1 + contexts).log()).to(dtype)[:, None, None]

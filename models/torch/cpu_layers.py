@@ -318,6 +318,9 @@ class Moe:
             top_groups=router.top_groups,
             scale=router.scale,
         )
+        if router.scales_input:
+            x = self._normed(x) * weights.to(x.dtype)
+            return self._experts(x, experts, torch.ones_like(weights), residual=residual)
         return self._experts(x, experts, weights, norm=self._norm, residual=residual)
 
     def _normed(self, x: Tensor) -> Tensor:

@@ -384,7 +384,7 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the ranks; without the shared MLP."""
-        ids, weights = self._route(x)
+        x, ids, weights = self._route(x)
         pairs = sort_by_expert(ids, len(self._own), self._own.start)
         return combine(self._run(x, pairs.offsets, order=pairs.order), pairs.inverse, weights)
 
@@ -421,7 +421,8 @@ class Experts:
         Returns:
             [T, hidden].
         """
-        plan = make_plan(*self._route(x), self._num_experts)
+        x, ids, weights = self._route(x)
+        plan = make_plan(ids, weights, self._num_experts)
         plans = plan.new_empty(gather.world_size, len(plan))
         count()
         inner = all_gather_grouped_matmul(
@@ -450,7 +451,7 @@ class Experts:
             workspace: a workspace for these experts, on their ranks.
             count: called before each exchange.
         """
-        ids, weights = self._route(x)
+        x, ids, weights = self._route(x)
         mixed = []
         for start in range(0, max_tokens, workspace.max_tokens):
             chunk = slice(start, start + workspace.max_tokens)
@@ -478,10 +479,14 @@ class Experts:
         """
         return self._run(arrived.rows, arrived.offsets, expected=ids.numel())
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, int32 [T, k], and their weights, float32 [T, k]."""
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose each token's experts.
+
+        Returns:
+            The experts' inputs, like x; their ids, int32 [T, k]; and weights, float32 [T, k].
+        """
         router = self._routing
-        return route(
+        ids, weights = route(
             self._router(x.float() if router.weight.in_float32 else x),
             router.top_k,
             normalize=router.normalize,
@@ -491,6 +496,9 @@ class Experts:
             top_groups=router.top_groups,
             scale=router.scale,
         )
+        if router.scales_input:
+            return x * weights.to(x.dtype), ids, torch.ones_like(weights)
+        return x, ids, weights
 
     def _run(
         self, rows: Tensor, offsets: Tensor, *, order: Tensor | None = None, expected: int = 0

@@ -549,9 +549,12 @@ def context_length(config: EngineConfig, spec: ModelSpec) -> int:
     if config.max_model_len is None:
         return spec.max_model_len
     if config.max_model_len > spec.max_model_len:
+        chunked = any(layer.attention.chunk is not None for layer in spec.layers)
         raise ConfigError(
             f"--max-model-len is {config.max_model_len}; "
             f"{config.model} has a context of {spec.max_model_len} tokens"
+            + ", because weft serves one chunk of attention_chunk_size"
+            * chunked
         )
     return config.max_model_len
 

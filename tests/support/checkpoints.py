@@ -8,6 +8,7 @@ random too, so that a wrong layer shows in the logits.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ FAMILIES = {
     "cohere": "CohereConfig",
     "cohere2": "Cohere2Config",
     "stablelm": "StableLmConfig",
+    "llama4_text": "Llama4TextConfig",
+    "llama4": "Llama4Config",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
@@ -76,6 +79,17 @@ _VISION_OF: dict[str, dict[str, Any]] = {
         "image_size": 28,
         "patch_size": 14,
     },
+    "llama4": {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 48,
+        "projector_input_dim": 48,
+        "projector_output_dim": 48,
+    },
     "qwen2_vl": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
     "qwen2_5_vl": _VISION | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
     "qwen3_vl": _VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
@@ -117,6 +131,14 @@ _GRANITE_MOE = _GRANITE | {
     "num_experts_per_tok": 2,
     "intermediate_size": 48,
 }
+_LLAMA4 = {
+    "no_rope_layer_interval": 2,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
@@ -124,6 +146,8 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.8, "use_qk_norm": True, "tie_word_embeddings": True},
     "cohere2": {"num_hidden_layers": 4, "sliding_window": 6, "tie_word_embeddings": True},
     "stablelm": {"use_qkv_bias": True},
+    "llama4_text": _LLAMA4,
+    "llama4": _LLAMA4,
     "mistral": {"sliding_window": None},
     "qwen2": {"head_dim": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
@@ -220,7 +244,9 @@ def make_checkpoint(
             for name, buffer in (*model.named_buffers(), *model.named_parameters()):
                 if name.endswith("correction_bias"):
                     buffer.normal_(std=0.3)
-    model = model.to(getattr(torch, dtype))
+    with warnings.catch_warnings():  # Llama 4's image encoder has complex tables, not saved
+        warnings.simplefilter("ignore")
+        model = model.to(getattr(torch, dtype))
     model.save_pretrained(path, max_shard_size=max_shard_size)
     if family == "bailing_moe":
         bailing.rewrite(path)

@@ -31,13 +31,28 @@ def layer_types(fields: Fields, decoder: Decoder) -> list[Any]:
 
 
 def check_layer_types(fields: Fields, decoder: Decoder, layers: Sequence[LayerSpec]) -> None:
-    """Refuse `layer_types` that do not agree with the layers' windows."""
+    """Refuse `layer_types` that do not agree with the layers' windows and chunks."""
     if not fields.has("layer_types"):
         return
     for i, (kind, layer) in enumerate(zip(layer_types(fields, decoder), layers, strict=True)):
-        full = layer.attention.sliding_window is None
-        if kind != (wanted := "full_attention" if full else "sliding_attention"):
-            raise fields.error("layer_types", f"{wanted} in layer {i}, as sliding_window says")
+        wanted, why = "full_attention", "sliding_window"
+        if layer.attention.sliding_window is not None:
+            wanted = "sliding_attention"
+        elif layer.attention.chunk is not None:
+            wanted, why = "chunked_attention", "attention_chunk_size"
+        if kind != wanted:
+            raise fields.error("layer_types", f"{wanted} in layer {i}, as {why} says")
+
+
+def rotated_layers(fields: Fields, decoder: Decoder) -> list[int]:
+    """Tell which layers have a rotary embedding, 1, and which have none, 0."""
+    interval = fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.array("no_rope_layers") or [
+        int((layer + 1) % interval != 0) for layer in range(decoder.layers)
+    ]
+    if len(rotated) != decoder.layers or any(each not in (0, 1) for each in rotated):
+        raise fields.error("no_rope_layers", f"0 or 1 for each of the {decoder.layers} layers")
+    return rotated
 
 
 def is_sliding(fields: Fields, decoder: Decoder, i: int, period: int) -> bool:

@@ -14,6 +14,7 @@ from weft.models.spec.families.attention import (
     qwen_window,
     read_window,
     residual_multiplier,
+    rotated_layers,
 )
 from weft.models.spec.spec import LayerSpec, ModelSpec
 
@@ -162,12 +163,7 @@ def seed_oss(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
 
 
 def smollm3(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
-    interval = fields.integer("no_rope_layer_interval", 4)
-    rotated = fields.array("no_rope_layers") or [
-        int((layer + 1) % interval != 0) for layer in range(decoder.layers)
-    ]
-    if len(rotated) != decoder.layers or any(each not in (0, 1) for each in rotated):
-        raise fields.error("no_rope_layers", f"0 or 1 for each of the {decoder.layers} layers")
+    rotated = rotated_layers(fields, decoder)
     window = read_window(fields, default=None) if fields.flag("use_sliding_window", False) else None
     if fields.has("layer_types"):
         sliding = layer_types(fields, decoder)[i] == "sliding_attention"

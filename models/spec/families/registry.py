@@ -59,6 +59,15 @@ FAMILIES = {
         kv_heads=32,
         norms=BIASED_LAYER_NORM,
     ),
+    "Llama4ForCausalLM": Family(
+        "llama4_text",
+        routed.llama4,
+        131_072,
+        1e-5,
+        RopeRules(500_000.0, neighbours=True),
+        kv_heads=8,
+        head_dim=128,
+    ),
     "MistralForCausalLM": Family("mistral", dense.mistral, 131_072, kv_heads=8),
     "MixtralForCausalLM": Family(
         "mixtral", routed.mixtral, 131_072, 1e-5, RopeRules(1_000_000.0), kv_heads=8
@@ -176,6 +185,9 @@ WRAPPERS = {
     "Qwen3VLMoeForConditionalGeneration": Wrapper(
         "qwen3_vl_moe",
         (Family("qwen3_vl_moe_text", routed.qwen3_vl_moe, 128_000, rope=QWEN3_VL, kv_heads=16),),
+    ),
+    "Llama4ForConditionalGeneration": Wrapper(
+        "llama4", (FAMILIES["Llama4ForCausalLM"],), text_ties=True
     ),
     "Mistral3ForConditionalGeneration": Wrapper(
         "mistral3", (FAMILIES["MistralForCausalLM"], FAMILIES["Ministral3ForCausalLM"])

@@ -9,11 +9,13 @@ from weft.models.spec.decoder import AFTER, BEFORE, Decoder, Norms
 from weft.models.spec.families.attention import (
     granite_attention,
     hunyuan_attention,
+    layer_types,
     read_window,
     residual_multiplier,
+    rotated_layers,
     window_of_last_layers,
 )
-from weft.models.spec.spec import LayerSpec, MlpSpec, MoeSpec, RouterSpec
+from weft.models.spec.spec import LayerSpec, MlpSpec, MoeSpec, RopeSpec, RouterSpec
 
 
 def mixtral(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
@@ -60,6 +62,66 @@ def granite_moe_shared(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         i, block="shared_mlp", width=width, fused="input_linear", output="output_linear"
     )
     return granite_moe(fields, decoder, i, shared)
+
+
+def llama4(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
+    bias, rotates = fields.flag("attention_bias", False), bool(rotated_layers(fields, decoder)[i])
+    rope = decoder.rope if rotates else _llama4_temperature(fields, decoder)
+    chunked = rotates
+    if fields.has("layer_types"):
+        chunked = layer_types(fields, decoder)[i] == "chunked_attention"
+    chunk = None
+    if chunked:
+        if fields.values.get("attention_chunk_size", 8192) is None:
+            raise fields.error("attention_chunk_size", "a number, because some layers have chunks")
+        chunk = fields.integer("attention_chunk_size", 8192)
+    attention = decoder.attention(
+        i,
+        qkv_bias=bias,
+        o_bias=bias,
+        norm="bare" if rotates and fields.flag("use_qk_norm", True) else "none",
+        chunk=chunk,
+        rope=rope,
+    )
+    step = fields.integer("interleave_moe_layer_step", 1)
+    sparse = fields.array("moe_layers") if fields.has("moe_layers") else [i] * ((i + 1) % step == 0)
+    if i not in sparse:
+        width = fields.integer("intermediate_size_mlp", 16_384)
+        return decoder.layer(i, attention, decoder.mlp(i, block="feed_forward", width=width))
+    router = decoder.router(
+        i,
+        decoder.count_experts("num_local_experts"),
+        normalize=False,
+        name="feed_forward.router.weight",
+        saved="feed_forward.router.weight",
+        scoring="sigmoid",
+        scales_input=True,
+    )
+    experts = decoder.experts(
+        i,
+        router,
+        width=fields.integer("intermediate_size"),
+        block="feed_forward",
+        saved="feed_forward.experts",
+        transposed=True,
+        shared=decoder.mlp(i, block="feed_forward.shared_expert"),
+    )
+    return decoder.layer(i, attention, experts)
+
+
+def _llama4_temperature(fields: Fields, decoder: Decoder) -> RopeSpec:
+    """Read the queries' temperature in layers without a rotary embedding."""
+    still, tuned = RopeSpec(decoder.rope.theta, dim=0), fields.values.get("attn_temperature_tuning")
+    if tuned is not None and not isinstance(tuned, int):  # published as true, and as 4
+        raise fields.error("attn_temperature_tuning", "true or false")
+    if tuned is not None and not tuned:
+        return still
+    return replace(
+        still,
+        original_max_len=fields.integer("floor_scale", 8192),
+        query_beta=fields.number("attn_scale", 0.1),
+        query_shift=1,
+    )
 
 
 def minimax_m2(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:

@@ -51,6 +51,8 @@ CASES = [
     pytest.param("llama", BIASES | {"rope_parameters": LLAMA3}, 2, 1, id="llama, biases, tp 2"),
     pytest.param("mistral", {"sliding_window": 6}, 1, 1, id="mistral, window"),
     pytest.param("granite", BIASES | {"tie_word_embeddings": True}, 1, 1, id="granite"),
+    pytest.param("llama4_text", {}, 2, 2, id="llama4_text, tp 2, ep 2"),
+    pytest.param("llama4", {}, 2, 2, marks=slow, id="llama4, tp 2, ep 2"),
     pytest.param("cohere", {}, 2, 1, id="cohere, tp 2"),
     pytest.param("cohere", BIASES | ONE_HEAD, 4, 1, marks=slow, id="cohere, one KV head, tp 4"),
     pytest.param("cohere2", TWO_KINDS, 2, 1, id="cohere2, tp 2"),

@@ -56,6 +56,7 @@ SIZES: dict[str, Any] = {
     "moe_k": 2,
     "shared_expert_intermediate_size": 72,
 }
+ONE_EXPERT = {"llama4_text": {"num_experts_per_tok": 1}}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -73,6 +74,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
     {"rope_parameters": {"type": "dynamic", "alpha": 4.0}},
     {"moe_topk": 2},
+    {"no_rope_layer_interval": 2, "interleave_moe_layer_step": 2},
     {"rope_parameters": LONGROPE | {"partial_rotary_factor": 1.0}},
 )
 ALONE = {family.model_type: name for name, family in FAMILIES.items()}
@@ -81,6 +83,11 @@ TYPES = [family.model_type for family in ALL_FAMILIES]
 families = pytest.mark.parametrize("model_type", TYPES)
 # transformers has no class for Ling 2.0.
 known_families = pytest.mark.parametrize("model_type", [t for t in TYPES if t != "bailing_moe"])
+
+
+def sizes_of(model_type: str) -> dict[str, Any]:
+    """Return sizes that a family takes."""
+    return SIZES | ONE_EXPERT.get(model_type, {})
 
 
 @families
@@ -92,7 +99,7 @@ def test_what_is_read_is_in_the_table_and_nothing_else(model_type: str) -> None:
         sections: dict[str, dict[str, Any]] = dict(recorded)
         if (alone := ALONE.get(model_type)) and FAMILIES[alone].rope.by_kind:
             sections["rope_parameters"] = {"full_attention": recorded["rope_parameters"]}
-        text = Recorder(SIZES | variant | sections)
+        text = Recorder(sizes_of(model_type) | variant | sections)
         if alone:
             text["architectures"], config = [alone], text
         else:
@@ -141,7 +148,7 @@ def test_an_absent_field_means_what_transformers_means(
 ) -> None:
     """And so does null, where transformers takes it. A size may be refused as missing."""
     known = READ | READ_BY[model_type]
-    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes = {name: value for name, value in sizes_of(model_type).items() if name in known}
     sizes |= {"hidden_size": 512, "num_attention_heads": 32}  # 32 query heads fit all defaults
     window = known if model_type != "qwen2_moe" else ()  # which weft refuses there
     given = {name: value for name, value in given.items() if name in window}
@@ -184,11 +191,12 @@ def test_the_table_has_every_field_that_transformers_reads(model_type: str) -> N
         for name, value in vars(module).items()
         if isinstance(value, type) and value.__module__ == module.__name__ and "Text" in name
     ]
-    own = [modeling, configuration] if model_type in ALONE else classes
+    is_part = model_type.endswith("_text")  # of modules that also have image encoders
+    own = classes if is_part else [modeling, configuration]
     source = source_of(*own, modeling_rope_utils, cache_utils, masking_utils, moe)
     used = set(re.findall(r"config\.([a-z_]+)\b(?!\()", source))
     used |= set(re.findall(r"getattr\(\w*config, \"([a-z_]+)\"", source))
-    if model_type in ALONE:
+    if not is_part:
         used |= set(re.findall(r"self\.([a-z_]+)\b(?!\()", source_of(configuration)))
     used -= {"json", "default_theta"}  # a file's name, and a class constant
     methods = {name for name in used if callable(getattr(config, name, None))}

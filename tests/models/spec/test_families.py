@@ -42,6 +42,12 @@ QWEN3_MOE = LLAMA | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "no_rope_layer_interval": 2,
+}
 LING = "BailingMoeV2ForCausalLM"
 """An architecture without a class in transformers."""
 EACH = QWEN3_MOE | {
@@ -62,6 +68,8 @@ def config_of(architecture: str) -> dict[str, Any]:
     if architecture == "Ministral3ForCausalLM":
         yarn = {"rope_type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
         config |= {"rope_parameters": yarn}
+    if architecture.startswith("Llama4"):
+        config |= {"num_experts_per_tok": 1}
     return config
 
 
@@ -263,6 +271,7 @@ def test_rope_is_what_transformers_takes(
             "truncate": st.booleans(),
         },
     ),
+    high=st.sampled_from([1.0, 4.0]),
     long=st.booleans(),
 )
 def test_frequencies_are_those_of_transformers(
@@ -272,6 +281,7 @@ def test_frequencies_are_those_of_transformers(
     factor: float | None,
     original: int,
     more: dict[str, Any],
+    high: float,
     long: bool,
 ) -> None:
     """Phi-3 reads longrope in its own way; GLM reads all other kinds."""
@@ -280,7 +290,7 @@ def test_frequencies_are_those_of_transformers(
         factor = 2.0
     parameters = {"rope_type": kind, "rope_theta": theta, "factor": factor} | more
     parameters |= {"partial_rotary_factor": part, "original_max_position_embeddings": original}
-    parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters |= {"low_freq_factor": 1.0, "high_freq_factor": high}
     parameters |= {"short_factor": [1.5] * pairs, "long_factor": [4.0] * pairs}
     name, model_type = "GlmForCausalLM", "glm"
     if kind == "longrope":
@@ -448,12 +458,26 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
                 "rope_scaling": {
                     "rope_type": "llama3",
                     "factor": 8.0,
-                    "low_freq_factor": 4.0,
+                    "low_freq_factor": 4.5,
                     "high_freq_factor": 4.0,
                 }
             },
-            "rope_scaling.low_freq_factor is 4.0; supported is less than high_freq_factor",
+            "rope_scaling.low_freq_factor is 4.5; supported is at most high_freq_factor",
         ),
+        (
+            LLAMA4 | {"num_experts_per_tok": 2},
+            "num_experts_per_tok is 2; supported is 1, because the router scales the expert",
+        ),
+        (
+            LLAMA4 | {"attention_chunk_size": None},
+            "attention_chunk_size is null; supported is a number, because some layers have chunks",
+        ),
+        (
+            LLAMA4 | {"layer_types": ["chunked_attention", "sliding_attention"]},
+            "layer_types is ['chunked_attention', 'sliding_attention']; supported is full_atten",
+        ),
+        (LLAMA4 | {"attn_temperature_tuning": "4"}, "attn_temperature_tuning is '4'; supported is"),
+        (LLAMA4 | {"no_rope_layers": [1]}, "no_rope_layers is [1]; supported is 0 or 1 for each"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -490,7 +514,7 @@ def test_experts_are_checked(fields: dict[str, Any], message: str) -> None:
     ("kinds", "message"),
     [
         (["full_attention"], "layer_types has 1 entries; it must have one for each of the 2 lay"),
-        (["full_attention", "chunked_attention"], "layer_types is"),
+        (["full_attention", "linear_attention"], "layer_types is"),
         ([["a"], ["b"]], "layer_types is"),
     ],
 )

@@ -108,6 +108,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llama4": ("llama4_text", {}),
+    "llama4, layers, no q/k norm, biases, tied, one KV head": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 0, 1],
+            "moe_layers": [0, 3],
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "attn_temperature_tuning": False,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "llama4, all sparse, norm eps": (
+        "llama4_text",
+        {"interleave_moe_layer_step": 1, "rms_norm_eps": 0.1, "attention_chunk_size": 64},
+    ),
+    "llama4, text of several modalities": ("llama4", {}),
     "stablelm": ("stablelm", {}),
     "stablelm, parallel, q/k norm, tied": (
         "stablelm",

@@ -44,15 +44,18 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots": ("dots1", {}),
     "parallel": ("cohere", {"attention_bias": True}),
     "layer norms": ("stablelm", {"qk_layernorm": True}),
+    "scaled inputs": ("llama4_text", {}),
 }
 """Models that together have all parts of layers."""
 MODELS = {family: (family, {}) for family in FAMILIES} | PARTS
 NEWER = ("shared gate", "groups", "wide norms")
 """Models with a shared MLP, groups of experts, or norms over all heads."""
+EXPERTS = ("multiplied experts", "normed experts", "scaled inputs")
+"""Models with experts that differ in something else."""
 
 ALIKE = (
     *("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "mistral3"),
-    *("ernie4_5", "seed_oss", "hunyuan_v1_dense", "olmo2", "granitemoe", "olmoe"),
+    *("llama4", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "olmo2", "granitemoe", "olmoe"),
 )
 """More families, with one layer each."""
 
@@ -93,11 +96,13 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "normed after turning": ("hunyuan_v1_moe", {"num_hidden_layers": 1}),
     "parallel": ("cohere", {"num_hidden_layers": 1}),
     "layer norms": ("stablelm", {"num_hidden_layers": 1, "qk_layernorm": True}),
+    "scaled inputs": ("llama4_text", {"intermediate_size": 96}),
     "parallel windows": (
         "cohere2",
         {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     **{family: (family, {"num_hidden_layers": 1}) for family in ALIKE},
+    "llama4": ("llama4", {"moe_layers": [0], "num_hidden_layers": 1}),
     "dots": ("dots1", {"first_k_dense_replace": 0, "num_hidden_layers": 1}),
     "exaone4": (
         "exaone4",
@@ -110,7 +115,7 @@ OTHERS = (
     *("shared bias", "neighbours", "one tensor", "ling", "half turned", "not turned"),
     *("scaled queries", "normed after turning", "output norms", "multipliers"),
     *("multiplied experts", "normed experts"),
-    *("parallel", "layer norms", "parallel windows"),
+    *("parallel", "layer norms", "parallel windows", "scaled inputs"),
     *(*ALIKE, "dots", "exaone4"),
 )
 
@@ -118,8 +123,8 @@ CASES: list[Case] = [
     *((model, "float32", Layout(tp=2)) for model in PARTS),
     *((model, "float32", Layout(tp=4)) for model in ("llama", "odd vocabulary", "experts", *NEWER)),
     ("groups", "float32", Layout(tp=2, ep=2)),
-    *((model, "float32", Layout(ep=2)) for model in ("multiplied experts", "normed experts")),
-    *((model, "float32", Layout(tp=2, ep=4)) for model in ("multiplied experts", "normed experts")),
+    *((model, "float32", Layout(ep=2)) for model in EXPERTS),
+    *((model, "float32", Layout(tp=2, ep=4)) for model in EXPERTS),
     ("ling", "float32", Layout(tp=4)),
     ("ling", "float32", Layout(ep=2)),
     ("ling", "bfloat16", Layout(tp=2, ep=2)),
@@ -161,6 +166,7 @@ MORE: list[Case] = [
 ]
 WITH_EXPERTS = (
     *("qwen3_moe", "mixtral", "qwen2_moe", "qwen3_vl_moe", "glm4_moe", "bailing_moe"),
+    *("llama4_text", "llama4"),
     *("minimax_m2", "hy_v3", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "dots1", "olmoe"),
 )
 EACH: list[Case] = [
@@ -283,8 +289,8 @@ MORE_OVERLAPPED: dict[int, list[tuple[str, Layout]]] = {
         ("output norms", Layout(tp=2)),
         *((model, Layout(tp=2)) for model in ("layer norms", "parallel windows")),
         ("four norms", Layout(cp=2)),
-        *((model, Layout(tp=2)) for model in ("multiplied experts", "normed experts")),
-        *((model, Layout(ep=2)) for model in ("multiplied experts", "normed experts")),
+        *((model, Layout(tp=2)) for model in EXPERTS),
+        *((model, Layout(ep=2)) for model in EXPERTS),
     ],
     4: [
         *((model, Layout(tp=4)) for model in (*NEWER, "output norms")),
@@ -334,7 +340,7 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
     ("size", "layouts"),
     [
         (1, [(model, Layout()) for model in ("shared gate", "groups", "wide norms", "four norms")]),
-        (1, [(model, Layout()) for model in ("parallel", "layer norms")]),
+        (1, [(model, Layout()) for model in ("parallel", "layer norms", "scaled inputs")]),
         (2, [("llama", Layout(tp=2)), ("window", Layout(cp=2))]),
         pytest.param(1, [(model, Layout()) for model in OTHERS], marks=pytest.mark.slow),
         pytest.param(
@@ -353,7 +359,7 @@ def test_an_all_reduce_after_the_products_gives_the_tokens_of_plain_ones(
                 *((model, Layout(tp=2)) for model in ("window", *OTHERS)),
                 *((model, Layout(ep=2)) for model in ("mixtral", "ling", "shared bias")),
                 *((model, Layout(ep=2)) for model in ("neighbours", "normed after turning")),
-                ("qwen3_vl_moe", Layout(ep=2)),
+                *((model, Layout(ep=2)) for model in ("qwen3_vl_moe", "scaled inputs", "llama4")),
             ],
             marks=pytest.mark.slow,
         ),

@@ -119,6 +119,16 @@ def test_a_context_above_the_models_is_refused(config: EngineConfig) -> None:
         load_model(replace(config, max_model_len=513), lambda done, total: None)
 
 
+def test_a_context_of_several_chunks_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama4_text", attention_chunk_size=32)
+    config = EngineConfig(model=str(path), max_model_len=33)
+    refused = (
+        "--max-model-len is 33; .* 32 tokens, because weft serves one chunk of attention_chunk"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        load_model(config, lambda done, total: None)
+
+
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no checkpoint at"):
         load_model(EngineConfig(model=str(tmp_path / "none")), lambda done, total: None)
