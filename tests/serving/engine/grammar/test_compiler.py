@@ -365,7 +365,7 @@ async def test_a_process_that_is_killed_is_replaced(compiler: GrammarCompiler) -
 async def test_a_process_that_dies_again_is_no_fault_of_the_grammar() -> None:
     compiler = make(CONFIG)
     try:
-        waiting = asyncio.create_task(compiler.compile(Grammar("regex", "a")))
+        waiting = asyncio.create_task(compiler.compile(hard("regex", 40)))
         deaths = 0
         while not waiting.done():
             if compiler._lanes[0].job is not None and compiler._process is not None:
@@ -373,7 +373,7 @@ async def test_a_process_that_dies_again_is_no_fault_of_the_grammar() -> None:
                 deaths += 1
                 while compiler._process is not None:
                     await asyncio.sleep(0.01)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         assert deaths == 2
         with pytest.raises(EngineError, match="was killed by SIGKILL"):
             await waiting
