@@ -7,7 +7,8 @@ than Q4_0's on normal numbers. Zero points would save another 11%, but take 5 bi
 
 quantized.py makes the layers. With compiled kernels, a bfloat16 layer is a NativeLinear: it widens
 the integers to bfloat16 as it reads them, which is exact, and multiplies each group's sum by its
-scale in float32. With AVX2, it rounds activations to int8 instead. Elsewhere, it is an Int4Linear.
+scale in float32. With AVX2 but not AVX-512 BF16, it rounds activations to int8. Elsewhere, it is an
+Int4Linear.
 
 If the input's size is not a multiple of GROUP, the last group is shorter. Each rank of a tensor
 parallel group rounds its own part, so its groups begin with its first input.

@@ -10,9 +10,9 @@ A checkpoint's PackedMatrix becomes a NativeLinear without rounding, if kernels 
     int8    one scale for each row, and no zero points
 
 Sums are float32. Numbers and scales are not rounded; a dequantised weight, in contrast, is rounded
-to bfloat16. Activations stay bfloat16. But with AVX2, products with int4 round each 32 of them to
-int8 with a scale, as llama.cpp's Q8_0 does: this doubles the speed, and adds 0.6% of a product's
-norm for normal numbers.
+to bfloat16. Activations stay bfloat16. With AVX2 but not AVX-512 BF16, products with int4 round
+each 32 of them to int8 with a scale, as llama.cpp's Q8_0 does: this doubles the speed, and adds
+0.6% of a product's norm for normal numbers.
 
 Not handled: float4 and float8 numbers, and int8 numbers in groups; callers dequantise them.
 """
@@ -89,7 +89,7 @@ def takes(form: PackedForm) -> bool:
 def make_packed_linear(
     parts: Sequence[PackedMatrix], bias: Tensor | None = None, *, gated: bool = False
 ) -> NativeLinear | None:
-    """Make a layer with a checkpoint's numbers; None if the kernels do not have all of them.
+    """Make a layer with a checkpoint's numbers; None if a scale cannot be held exactly.
 
     Args:
         parts: [N_i, K], stacked by row.

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,20 +75,27 @@ class Entry:
     def map(self) -> Tensor:
         """Return the tensor, a view of the mapped file. Its pages leave memory with the last view.
 
+        No view keeps the file open: a model may hold some thousands.
+
         Raises:
             ModelError: the file cannot be read, or is shorter than its header says.
         """
         if (dtype := DTYPES.get(self.dtype)) is None:
-            raise ModelError(f"{self.file}: {self.name} is {self.dtype}, which weft does not know")
+            raise ModelError(
+                f"{self.file}: {self.name} is {self.dtype}; supported are {', '.join(DTYPES)}"
+            )
         if not self.bytes:
             return torch.empty(self.shape, dtype=dtype)
-        try:
-            # Copied on write: torch warns about arrays that cannot be written to.
-            mapped = np.memmap(self.file, np.uint8, "c", self.start, (self.bytes,))
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ModelError(f"{self.file}: cannot read {self.name}: {why}") from error
-        return torch.from_numpy(mapped).view(dtype).view(self.shape)
+        try:  # not shared: copied on write
+            mapped = torch.from_file(
+                str(self.file), shared=False, size=self.start + self.bytes, dtype=torch.uint8
+            )
+        except RuntimeError as error:
+            raise ModelError(f"{self.file}: cannot read {self.name}: {error}") from error
+        numbers = mapped[self.start :]
+        if self.start % dtype.itemsize:  # torch views aligned numbers only
+            numbers = numbers.clone()
+        return numbers.view(dtype).view(self.shape)
 
     def read(self, index: Index) -> Tensor:
         """Return a part of the tensor, a view."""

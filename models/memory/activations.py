@@ -122,6 +122,8 @@ def _cpu_block_bytes(spec: ModelSpec, dtype: str, step: LargestStep) -> int:
             size += rows * spec.hidden_size * 4
             if mlp.router.weight.in_float32:  # the norm, and in float32
                 size += rows * spec.hidden_size * (item + 4)
+            if mlp.router.scales_input:  # the norm, and scaled
+                size += rows * spec.hidden_size * 2 * item
             size = max(size, tokens * 3 * _shared_width(mlp) * item) + _shared_out(mlp, spec, step)
             if step.dp_size > 1:  # tokens from the other ranks, and results for them
                 size += rows * 4 * spec.hidden_size * item
@@ -160,6 +162,8 @@ def triton_activations(
             size = rows * (2 * spec.hidden_size + mlp.gate.shape[1]) * item
             if mlp.router.weight.in_float32:
                 size += tokens * spec.hidden_size * 4
+            if mlp.router.scales_input:
+                size += step.dp_size * tokens * spec.hidden_size * item
             size = max(size, tokens * 3 * _shared_width(mlp) * item) + _shared_out(mlp, spec, step)
         feed_forward = max(feed_forward, size)
     end = _sampler_bytes(spec, dtype, step, "cuda") if sampled else _logits_bytes(spec, dtype, step)

@@ -71,7 +71,7 @@ class Place:
     """Where a checkpoint may hold a weight: a tensor, a block in a fused one, or one per expert.
 
     Attributes:
-        name: the tensor's name; with `{expert}` in it, each expert has a tensor.
+        name: the tensor's name; with `{expert}` in it, each expert has a tensor, or each head.
         shape: the whole tensor's shape; axes of length 1 may come before the weight's.
         start: the weight's first index on each of the tensor's axes; () is the tensor's beginning.
         transposed: the tensor's last two axes are swapped.
@@ -152,8 +152,13 @@ class WeightSpec:
         return math.prod(self.shape)
 
     def native_bytes(self, shape: tuple[int, ...]) -> int | None:
-        """Return the bytes of a part on a CPU whose kernels read it as it is stored, or None."""
-        return None if self.stored is None else self.stored.native_bytes(shape)
+        """Return the bytes of a part on a CPU whose kernels read it as it is stored, or None.
+
+        Other factors than powers of two make int4's scales too long for float16.
+        """
+        if self.stored is None or (self.stored.bits == 4 and math.frexp(self.scale)[0] != 0.5):
+            return None
+        return self.stored.native_bytes(shape)
 
     def packed_bytes(self, shape: tuple[int, ...], item: int, quantization: str) -> int:
         """Return the bytes of a part on a GPU, where products read quantised weights.
@@ -568,6 +573,8 @@ class ModelSpec:
         """Return the matrices that keep the compute dtype."""
         kept = set()
         for layer in self.layers:
+            norms = layer.attention.q_norm, layer.attention.k_norm  # of each head: matrices
+            kept |= {norm.weight for norm in norms if norm is not None}
             if isinstance(moe := layer.feed_forward, MoeSpec):
                 kept |= {moe.router.weight} | ({moe.shared_gate} if moe.shared_gate else set())
         if self.lm_head is not None or not self.is_last:

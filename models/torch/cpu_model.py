@@ -158,7 +158,7 @@ class _CheckpointLoader:
     def make(
         self, weight: Stored | Sequence[Stored], bias: Tensor | None = None, *, gated: bool = False
     ) -> Linear:
-        """Make a layer; of quantised matrices that the kernels do not have, from their numbers."""
+        """Make a layer. Packed matrices stay packed if kernels have them, or are dequantised."""
         parts = weight if isinstance(weight, Sequence) else (weight,)
         packed = [part for part in parts if isinstance(part, PackedMatrix)]
         if len(packed) == len(parts):
@@ -171,7 +171,7 @@ class _CheckpointLoader:
             if isinstance(part, PackedMatrix):
                 packed_bytes, part = part.bytes, part.dequantize(self._dtype)
                 self.quantized.dequantized += part.nbytes
-                self.saved -= part.nbytes - packed_bytes  # what the memory plan has counted
+                self.saved -= part.nbytes - packed_bytes  # nearly what the memory plan has counted
             plain.append(part)
         return self._make(plain, bias, gated=gated)
 
@@ -194,7 +194,8 @@ class _CheckpointLoader:
 
     def each(self, weight: WeightSpec) -> Iterator[Stored]:
         form = self._weights.packed_form(weight) if self._keeps_packed else None
-        if form is not None and takes(form):
+        native_bytes = weight.native_bytes(weight.shape)
+        if form is not None and takes(form) and native_bytes is not None:
             yield from self._weights.read_packed(weight)
             return
         for tensor in self._weights.read_each(weight):
@@ -218,8 +219,8 @@ class CpuModel:
         weights: yields the tensors one at a time.
         dtype: compute dtype.
         quantization: of the matrices: "none" or a key of quantized.FORMATS. Norms, biases, routers
-            and the embedding stay as they are; and products' weights that the checkpoint has in a
-            form of quantized.make_packed_linear, if that is compiled.
+            and the embedding stay as they are. So do quantised weights that compiled kernels read
+            as they are stored; see quantized.make_packed_linear.
         compress: compress bfloat16 matrices without loss; see linear.NativeLinear.
         groups: the ranks with the other parts.
 

@@ -163,7 +163,7 @@ class WeightLoader:
 
     def __call__(self, weight: WeightSpec) -> Tensor:
         dtype = torch.float32 if weight.in_float32 else self._dtype
-        return self._copied(self._weights.read(weight)).to(dtype)
+        return self._copied(self._weights.read(weight).to(dtype))
 
     def linear(self, *specs: LinearSpec) -> Linear:
         """Load projections with a common input, and their biases, as one layer."""
@@ -199,7 +199,7 @@ class WeightLoader:
         stacks = []
         for weight in weights:
             each = self._weights.read_each(weight)
-            tensors = [self._copied(tensor).to(self._dtype) for tensor in each]
+            tensors = [self._copied(tensor.to(self._dtype)) for tensor in each]
             stacks.append(torch.stack(_repeated(tensors, copies)))
         return stacks
 

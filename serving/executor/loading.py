@@ -549,12 +549,11 @@ def context_length(config: EngineConfig, spec: ModelSpec) -> int:
     if config.max_model_len is None:
         return spec.max_model_len
     if config.max_model_len > spec.max_model_len:
-        chunked = any(layer.attention.chunk is not None for layer in spec.layers)
+        chunks = (layer.attention.chunk for layer in spec.layers)
+        reason = " (attention_chunk_size)" if spec.max_model_len in chunks else ""
         raise ConfigError(
             f"--max-model-len is {config.max_model_len}; "
-            f"{config.model} has a context of {spec.max_model_len} tokens"
-            + ", because weft serves one chunk of attention_chunk_size"
-            * chunked
+            f"{config.model} has a context of {spec.max_model_len} tokens{reason}"
         )
     return config.max_model_len
 

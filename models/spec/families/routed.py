@@ -83,9 +83,13 @@ def llama4(fields: Fields, decoder: Decoder, i: int) -> LayerSpec:
         chunk=chunk,
         rope=rope,
     )
-    step = fields.integer("interleave_moe_layer_step", 1)
-    sparse = fields.array("moe_layers") if fields.has("moe_layers") else [i] * ((i + 1) % step == 0)
-    if i not in sparse:
+    is_sparse = (i + 1) % fields.integer("interleave_moe_layer_step", 1) == 0
+    if fields.has("moe_layers"):
+        sparse = fields.array("moe_layers")
+        if any(type(each) is not int or not 0 <= each < decoder.layers for each in sparse):
+            raise fields.error("moe_layers", f"numbers of layers, from 0 to {decoder.layers - 1}")
+        is_sparse = i in sparse
+    if not is_sparse:
         width = fields.integer("intermediate_size_mlp", 16_384)
         return decoder.layer(i, attention, decoder.mlp(i, block="feed_forward", width=width))
     router = decoder.router(

@@ -545,6 +545,17 @@ print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+def test_tensors_do_not_keep_their_files_open(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe")
+    spec = read_spec(path)
+    weights = Weights(path, spec)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    held = [tensor for weight in spec.weights for tensor in weights.read_each(weight)]
+    assert len(held) > 50
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_loading_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
     """Peak and resting memory, in a separate process; the tied table is held once."""

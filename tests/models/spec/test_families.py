@@ -477,6 +477,7 @@ def test_the_experts_of_a_weight_are_tensors_of_their_own() -> None:
             "layer_types is ['chunked_attention', 'sliding_attention']; supported is full_atten",
         ),
         (LLAMA4 | {"attn_temperature_tuning": "4"}, "attn_temperature_tuning is '4'; supported is"),
+        (LLAMA4 | {"moe_layers": [2]}, "moe_layers is [2]; supported is numbers of layers, from 0"),
         (LLAMA4 | {"no_rope_layers": [1]}, "no_rope_layers is [1]; supported is 0 or 1 for each"),
     ],
 )

@@ -122,9 +122,7 @@ def test_a_context_above_the_models_is_refused(config: EngineConfig) -> None:
 def test_a_context_of_several_chunks_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama4_text", attention_chunk_size=32)
     config = EngineConfig(model=str(path), max_model_len=33)
-    refused = (
-        "--max-model-len is 33; .* 32 tokens, because weft serves one chunk of attention_chunk"
-    )
+    refused = r"--max-model-len is 33; .* has a context of 32 tokens \(attention_chunk_size\)"
     with pytest.raises(ConfigError, match=refused):
         load_model(config, lambda done, total: None)
 
