@@ -50,12 +50,12 @@ PLAIN = Kernels()
 CASES = [
     pytest.param("llama", BIASES | {"rope_parameters": LLAMA3}, 2, 1, id="llama, biases, tp 2"),
     pytest.param("mistral", {"sliding_window": 6}, 1, 1, id="mistral, window"),
-    pytest.param("granite", BIASES | {"tie_word_embeddings": True}, 1, 1, id="granite"),
+    pytest.param("granite", BIASES | {"tie_word_embeddings": True}, 1, 1, marks=slow, id="granite"),
     pytest.param("llama4_text", {}, 2, 2, id="llama4_text, tp 2, ep 2"),
     pytest.param("llama4", {}, 2, 2, marks=slow, id="llama4, tp 2, ep 2"),
     pytest.param("cohere", {}, 2, 1, id="cohere, tp 2"),
     pytest.param("cohere", BIASES | ONE_HEAD, 4, 1, marks=slow, id="cohere, one KV head, tp 4"),
-    pytest.param("cohere2", TWO_KINDS, 2, 1, id="cohere2, tp 2"),
+    pytest.param("cohere2", TWO_KINDS, 2, 1, marks=slow, id="cohere2, tp 2"),
     pytest.param("cohere2", {}, 1, 1, marks=slow, id="cohere2"),
     pytest.param("stablelm", {}, 2, 1, id="stablelm, tp 2"),
     pytest.param(
@@ -63,7 +63,9 @@ CASES = [
         marks=slow,
         id="stablelm, parallel, tp 4",
     ),
-    pytest.param("qwen2", QWEN2 | {"tie_word_embeddings": True}, 1, 1, id="qwen2, window, tied"),
+    pytest.param(
+        "qwen2", QWEN2 | {"tie_word_embeddings": True}, 1, 1, marks=slow, id="qwen2, window, tied"
+    ),
     pytest.param("qwen3", ONE_HEAD | {"head_dim": 24}, 2, 1, id="qwen3, tp 2, one KV head"),
     pytest.param("qwen3_moe", {"mlp_only_layers": [0]}, 4, 2, id="qwen3_moe, tp 4, ep 2"),
     pytest.param(
@@ -76,10 +78,12 @@ CASES = [
     ),
     pytest.param("bailing_moe", {}, 2, 2, marks=slow, id="bailing_moe, tp 2, ep 2"),
     pytest.param("minimax_m2", ONE_HEAD, 2, 2, id="minimax_m2, one KV head, tp 2, ep 2"),
-    pytest.param("olmo3", TWO_KINDS, 2, 1, id="olmo3, tp 2"),
+    pytest.param("olmo3", TWO_KINDS, 2, 1, marks=slow, id="olmo3, tp 2"),
     pytest.param("olmo3", {}, 1, 1, marks=slow, id="olmo3"),
     pytest.param("granite", BIASES, 2, 1, marks=slow, id="granite, tp 2"),
-    pytest.param("granitemoeshared", {"tie_word_embeddings": True}, 2, 2, id="granitemoeshared"),
+    pytest.param(
+        "granitemoeshared", {"tie_word_embeddings": True}, 2, 2, marks=slow, id="granitemoeshared"
+    ),
     pytest.param("granitemoe", BIASES, 2, 2, marks=slow, id="granitemoe, biases, tp 2, ep 2"),
     pytest.param("olmoe", {}, 2, 2, marks=slow, id="olmoe, tp 2, ep 2"),
     pytest.param("flex_olmo", {}, 2, 2, id="flex_olmo, tp 2, ep 2"),
@@ -87,8 +91,8 @@ CASES = [
     pytest.param("exaone4", {}, 4, 1, marks=slow, id="exaone4, tp 4"),
     pytest.param("glm4", {}, 2, 1, marks=slow, id="glm4, tp 2"),
     pytest.param("olmo2", BIASES, 2, 1, marks=slow, id="olmo2, biases, tp 2"),
-    pytest.param("qwen2_moe", {}, 2, 1, id="qwen2_moe, tp 2"),
-    pytest.param("ministral3", {}, 1, 1, id="ministral3"),
+    pytest.param("qwen2_moe", {}, 2, 1, marks=slow, id="qwen2_moe, tp 2"),
+    pytest.param("ministral3", {}, 1, 1, marks=slow, id="ministral3"),
     pytest.param("hunyuan_v1_moe", {}, 2, 2, marks=slow, id="hunyuan_v1_moe, tp 2, ep 2"),
     pytest.param("hy_v3", {"mlp_bias": True}, 2, 2, marks=slow, id="hy_v3, biases, tp 2, ep 2"),
     pytest.param("ernie4_5_moe", {}, 2, 2, marks=slow, id="ernie4_5_moe, tp 2, ep 2"),
