@@ -12,7 +12,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import httpx
@@ -282,7 +282,10 @@ def test_bytes_at_fault(server: Server, answer: str, name: str) -> None:
 
 
 def test_memory_stays_flat(server: Server, answer: str) -> None:
-    """Three rounds of all faults leave no more behind than the first ones did."""
+    """Rounds of all faults leave no more behind than the first one did.
+
+    A leak grows in each round, but an allocator takes more memory in one of them.
+    """
 
     def round_of_all() -> int:
         for fault in FAULTS:
@@ -295,11 +298,8 @@ def test_memory_stays_flat(server: Server, answer: str) -> None:
             if GRAMMAR_WORKER not in process.cmdline()  # which is ended when it takes too long
         )
 
-    for _ in range(2):
-        before = round_of_all()
-    for _ in range(3):
-        after = round_of_all()
-    assert after - before < 8 * 2**20
+    sizes = [round_of_all() for _ in range(6)]
+    assert min(after - before for before, after in pairwise(sizes[1:])) < 3 * 2**20, sizes
     check_unharmed(server, answer)
 
 
