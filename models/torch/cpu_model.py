@@ -114,10 +114,12 @@ class QuantizedBytes:
     Attributes:
         kept: bytes of those that stay so, by kind.
         dequantized: bytes of the others, in the compute dtype.
+        rounding: the value of `--quantization`, to which the others are then rounded.
     """
 
     kept: Counter[Kind] = field(default_factory=Counter)
     dequantized: int = 0
+    rounding: str = "none"
 
     @property
     def lines(self) -> list[str]:
@@ -126,9 +128,10 @@ class QuantizedBytes:
             f"{kind} weights stay packed: {human_bytes(size)}" for kind, size in self.kept.items()
         ]
         if self.dequantized:
-            lines.append(
-                f"other quantized weights are dequantized, and take {human_bytes(self.dequantized)}"
-            )
+            then = f"take {human_bytes(self.dequantized)}"
+            if self.rounding != "none":
+                then = f"rounded to {self.rounding}"
+            lines.append(f"other quantized weights are dequantized, and {then}")
         return lines
 
 
@@ -153,7 +156,7 @@ class _CheckpointLoader:
             self._make = partial(make_rounded_linear, quantization)
         self._keeps_packed = native.supports(dtype)
         self.saved = 0
-        self.quantized = QuantizedBytes()
+        self.quantized = QuantizedBytes(rounding=quantization)
 
     def make(
         self, weight: Stored | Sequence[Stored], bias: Tensor | None = None, *, gated: bool = False

@@ -51,7 +51,6 @@ bool needs_row_numbers(const Matrix& m) {
 // the products. Without it, widening takes as long as they do.
 template <typename Columns>
 constexpr int64_t WIDENED_ABOVE = std::is_same_v<Columns, PlainColumns> ? BLOCKS_AT_ONCE
-                                  : Columns::INTEGERS                   ? BLOCKS_AT_ONCE
                                   : WEFT_PORTABLE                       ? 1
                                   : Columns::GROUP                      ? FEW_BLOCKS
                                                                         : BLOCKS_AT_ONCE;
@@ -230,10 +229,12 @@ void run(const Task& task, const Columns& kind, const Block* blocks, const bf16*
       const char* columns = weight + panel * panel_bytes<Columns>(pairs) + offset_of<Columns>(pair);
       const char* next = columns + panel_bytes<Columns>(count);
       const char* widened = nullptr;
-      if (task.blocks > WIDENED_ABOVE<Columns>) {
-        char* to = buffer.get(panel_bytes<Widened<Columns>>(MANY_CHUNK_PAIRS));
-        widen(kind, columns, count, to);
-        widened = to;
+      if constexpr (!Columns::INTEGERS) {  // whose rows are no bfloat16
+        if (task.blocks > WIDENED_ABOVE<Columns>) {
+          char* to = buffer.get(panel_bytes<Widened<Columns>>(MANY_CHUNK_PAIRS));
+          widen(kind, columns, count, to);
+          widened = to;
+        }
       }
       for (int64_t b = 0; b < task.blocks; ++b) {
         const Block& block = blocks[task.block + b];

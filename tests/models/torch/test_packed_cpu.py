@@ -132,6 +132,30 @@ def test_scales_that_the_kernels_do_not_have(tmp_path: Path) -> None:
     assert model.saved_bytes < 0
 
 
+def test_scaled_weights_are_dequantized_as_the_plan_says(tmp_path: Path) -> None:
+    """Granite's factor of o and down gives scales that float16 does not have."""
+    source = make_checkpoint(tmp_path / "source", "granite")
+    quantized, plain = quantize(source, tmp_path, FORMS["awq"])
+    spec = read_spec(quantized)
+    with compiled_kernels(True):
+        model, other = loaded(quantized), loaded(plain)
+    scaled = [weight for weight in spec.products() if weight.scale != 1.0]
+    assert len(scaled) == 2 * len(spec.layers)
+    assert {weight.native_bytes(weight.shape) for weight in scaled} == {None}
+    assert model.quantized.dequantized == sum(2 * weight.size for weight in scaled)
+    assert model.quantized.kept["int4"]
+    assert 0 <= model.saved_bytes <= other.saved_bytes
+
+
+def test_the_log_says_that_other_weights_are_rounded(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama")
+    quantized, _ = quantize(source, tmp_path, FORMATS["fp8, tensor"])
+    with compiled_kernels(True):
+        model = loaded(quantized, quantization="int8")
+    (line,) = model.quantized.lines
+    assert line == "other quantized weights are dequantized, and rounded to int8"
+
+
 def test_rounding_leaves_a_checkpoints_integers(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "llama")
     quantized, _ = quantize(source, tmp_path, FORMS["awq"])
